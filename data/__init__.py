@@ -1,0 +1,1 @@
+"""Texts that ship with llmopt: calibration and evaluation defaults."""

@@ -1,0 +1,1 @@
+"""Measures quality, speed and memory of a model."""

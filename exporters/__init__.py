@@ -1,0 +1,1 @@
+"""Exporters: each writes a model as an artifact folder."""

@@ -1,0 +1,1 @@
+"""Recipes, registry, pipeline and everything that surrounds a run."""

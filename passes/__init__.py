@@ -1,0 +1,1 @@
+"""Passes: each rewrites weights, the runtime specification, or both."""

@@ -1,0 +1,1 @@
+"""The recipes that ship with llmopt, as package data."""

@@ -1,0 +1,1 @@
+"""The runtime: opens artifacts and generates text from them."""

@@ -1,0 +1,1 @@
+"""Kernels for quantized linear layers and paged attention."""
