@@ -1,0 +1,58 @@
+"""The contracts between the request side of the engine and the model side.
+
+The engine owns requests, blocks and sampling; a runner owns the model, the KV pool and the attention backend. They meet
+in `StepPlan` (plan.py) and in the protocols below, and nowhere else: a runner never sees a request, the engine never
+sees a module.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from .plan import StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class ModelRunner(Protocol):
+    """Runs one flat, unpadded batch `[1, total_tokens]` over a paged KV pool of `num_blocks` blocks."""
+
+    block_size: int
+    """Tokens a block holds."""
+    num_blocks: int
+    """Blocks in the pool, numbered 0 … num_blocks - 1. The engine may hand out every one of them; a runner that needs a
+    scratch block (for padding of a captured graph, say) allocates it beyond `num_blocks`."""
+    vocab_size: int
+    """Columns of the logits. Every id in `Row.token_ids` is in 0 … vocab_size - 1; the engine checks prompts."""
+    max_model_len: int
+    """Most tokens (prompt and output together) that one request may have."""
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """Write the keys and values of every row's tokens into their slots, attend, and return logits.
+
+        Returns float32 `[plan.num_logits, vocab_size]` on the model's device, rows in plan order and, inside a row, the
+        row's last `num_logits` positions in ascending order. The tensor may be a buffer that the next call overwrites;
+        the engine is done with it before it calls again. The engine may write to it (penalties, masks) in place.
+
+        Must be repeatable: executing the same row twice, or a row alone that was in a larger plan before, writes the
+        same slots and gives the same logits. The engine relies on this to find the culprit when a step raises: it then
+        executes the rows one by one. An exception leaves no state behind but the contents of the slots.
+
+        A plan with `num_logits == 0` (chunks of prompts only) returns an empty `[0, vocab_size]`.
+        Raises whatever went wrong; the engine ends only the requests whose rows fail when they are executed alone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the KV pool and anything that was started. Safe to call twice."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer: transformers' `PreTrainedTokenizerBase` has it all."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **kwargs: object) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
