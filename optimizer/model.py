@@ -1,0 +1,124 @@
+"""LoadedModel, ModelInfo and the identity of a source: what passes work on and plan from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .runtime_spec import RuntimeSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class SourceIdentity:
+    """Where a model came from. `sha256` covers the names and contents of its weight, config and tokenizer files."""
+
+    id: str
+    """What the user named: a path, a hub id or a short name."""
+    kind: str
+    """`folder`, `hub` or `gguf`."""
+    folder: Path
+    """A Hugging Face folder with the model (for a GGUF file: its dequantized conversion in the cache)."""
+    sha256: str
+    revision: str | None = None
+    gguf_file: str | None = None
+    license: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the manifest keeps: no path of this machine, except what the user typed."""
+        out = {"id": self.id, "kind": self.kind, "sha256": self.sha256, "revision": self.revision}
+        out.update(gguf_file=self.gguf_file, license=self.license)
+        return {k: v for k, v in out.items() if v is not None}
+
+
+@dataclass
+class LoadedModel:
+    """A model in memory and everything that travels with it through the passes."""
+
+    module: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    source: SourceIdentity
+    runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
+    trust_remote_code: bool = False
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.module.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return self.module.generation_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a weight file, from the file's header. `dtype` is the safetensors name, such as `BF16`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    file: str
+
+
+@dataclass
+class ModelInfo:
+    """A model's description without its weights: config, headers, and the module tree on the meta device."""
+
+    source: SourceIdentity
+    config: PreTrainedConfig
+    tensors: dict[str, TensorInfo]
+    trust_remote_code: bool = False
+
+    @cached_property
+    def skeleton(self) -> nn.Module:
+        """The model's modules on the meta device; never given weights."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
+        model.tie_weights()
+        return model
+
+    @cached_property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Module name → (out_features, in_features) of every nn.Linear, in the order of the module tree."""
+        from torch import nn
+
+        return {
+            name: (module.out_features, module.in_features)
+            for name, module in self.skeleton.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+
+    @cached_property
+    def output_embedding_name(self) -> str | None:
+        """Name of the head (`lm_head` in most models)."""
+        head = self.skeleton.get_output_embeddings()
+        return next((n for n, m in self.skeleton.named_modules() if m is head), None) if head is not None else None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one element of the most common dtype, by bytes stored."""
+        import math
+
+        totals: dict[int, int] = {}
+        for tensor in self.tensors.values():
+            size = tensor.nbytes // max(1, math.prod(tensor.shape))
+            totals[size] = totals.get(size, 0) + tensor.nbytes
+        return max(totals, key=lambda s: totals[s]) if totals else 2

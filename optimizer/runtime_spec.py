@@ -1,0 +1,53 @@
+"""RuntimeSpec: what passes ask of the runtime, stored in the manifest and applied again by `load`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AttentionBackend = Literal["auto", "flash_attn", "sdpa", "eager"]
+KVCacheKind = Literal["dynamic", "paged", "static", "sliding", "offloaded"]
+KVCacheDtype = Literal["auto", "fp8_e4m3", "int8", "int4"]
+DraftKind = Literal["none", "ngram", "model"]
+
+
+class Spec(BaseModel):
+    """Base of the specification's parts: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class AttentionSpec(Spec):
+    backend: AttentionBackend = Field("auto", description="Attention implementation the runtime selects.")
+    chosen: str | None = Field(None, description="What `auto` came to when the pass tried the backends.")
+    reason: str = Field("", description="Why that backend was chosen, and what was refused.")
+
+
+class KVCacheSpec(Spec):
+    kind: KVCacheKind = Field("dynamic", description="How keys and values are stored.")
+    dtype: KVCacheDtype = Field("auto", description="Element type; `auto` is the model's own.")
+    block_size: int | None = Field(None, ge=1, description="Tokens a block; None lets the backend choose.")
+    sinks: int = Field(0, ge=0, description="First tokens always kept by a sliding cache.")
+    window: int | None = Field(None, ge=1, description="Tokens kept by a sliding cache, without the sinks.")
+    prefix_caching: bool = Field(True, description="Reuse the blocks of a prefix that was computed before.")
+
+
+class DraftSpec(Spec):
+    kind: DraftKind = Field("none", description="Where drafted tokens come from.")
+    num_tokens: int | None = Field(None, ge=1, description="Tokens drafted a step; None is automatic.")
+    max_ngram: int = Field(3, ge=1, description="Longest n-gram that `ngram` looks up.")
+    model: str | None = Field(None, description="Draft model: folder inside the artifact, or hub id.")
+    revision: str | None = Field(None, description="Revision of the draft model on the hub.")
+    sha256: str | None = Field(None, description="Hash of the draft model's source when it was paired.")
+
+
+class RuntimeSpec(Spec):
+    """Attention backend, KV cache and speculation that an artifact is meant to run with."""
+
+    version: Literal[1] = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Activation element type.")
+    attention: AttentionSpec = Field(default_factory=AttentionSpec)
+    kv_cache: KVCacheSpec = Field(default_factory=KVCacheSpec)
+    draft: DraftSpec = Field(default_factory=DraftSpec)
+    extra: dict[str, Any] = Field(default_factory=dict, description="Settings of passes outside llmopt, by pass name.")
