@@ -1,0 +1,229 @@
+"""Opening a model: an llmopt artifact or a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..optimizer.errors import LlmoptError, RunError, UsageError
+from ..optimizer.runtime_spec import AttentionSpec, RuntimeSpec
+from .artifact import read_manifest, runtime_spec, verify_files
+from .tokenizer_files import open_tokenizer
+from .weight_files import read_header, read_json, weight_files
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+IMPLEMENTATIONS = {"flash_attn": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+"""RuntimeSpec's attention backends → transformers' `attn_implementation`."""
+
+
+@dataclass
+class OpenedModel:
+    """A model ready to run. `notes` are dicts of `stage`, `kind` ("note" or "fallback") and `message`."""
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: GenerationConfig
+    runtime: RuntimeSpec
+    manifest: dict[str, Any] | None
+    folder: Path
+    notes: list[dict[str, str]] = field(default_factory=list)
+
+    def note(self, message: str, kind: str = "note") -> None:
+        self.notes.append({"stage": "load", "kind": kind, "message": message})
+
+
+def open_model(
+    path: str | Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    trust_remote_code: bool = False,
+    verify: bool = True,
+    attention: str | None = None,
+) -> OpenedModel:
+    """Open an artifact (a folder with `llmopt.json`) or a plain Hugging Face folder with safetensors.
+
+    device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1" …
+    dtype: "auto" (what the RuntimeSpec, else config.json says) or float32, bfloat16, float16. Packed folders keep the
+        dtypes of their files.
+    verify: check the SHA-256 of every file that the manifest names.
+    attention: overrides the RuntimeSpec's backend: "auto", "flash_attn", "sdpa" or "eager".
+
+    Raises UsageError for a wrong argument or a folder that holds no model, RunError for a damaged one.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
+        raise UsageError(what, where=str(path), what_to_do="Give a model folder or an artifact that llmopt wrote.")
+    if not (folder / "config.json").is_file():
+        raise UsageError("the folder has no config.json, so it holds no model", where=str(folder))
+    manifest = read_manifest(folder)
+    if manifest is not None and verify:
+        verify_files(folder, manifest)
+    spec = runtime_spec(folder, manifest)
+    if attention is not None:
+        if attention not in ("auto", *IMPLEMENTATIONS):
+            raise UsageError(
+                f"unknown attention backend {attention!r}", what_to_do="Use auto, flash_attn, sdpa or eager."
+            )
+        spec = spec.model_copy(update={"attention": AttentionSpec(backend=attention)})
+    for file in weight_files(folder):
+        read_header(file)
+    device = resolve_device(device)
+    with quiet_transformers():
+        config = open_config(folder, trust_remote_code)
+        tokenizer = open_tokenizer(folder, trust_remote_code)
+        module = _open_module(folder, config, resolve_dtype(dtype, spec, config), device, trust_remote_code)
+    opened = OpenedModel(module, tokenizer, open_generation_config(folder, module), spec, manifest, folder)
+    apply_attention(opened)
+    return opened
+
+
+def open_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The folder's config. Raises UsageError where transformers does not know the model type, RunError on bad JSON."""
+    from transformers import AutoConfig
+
+    raw = read_json(folder / "config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds here
+        if isinstance(raw, dict) and raw.get("auto_map") and not trust_remote_code:
+            raise UsageError(
+                "the model needs code that its folder carries",
+                where=str(folder),
+                what_to_do="Read that code, then pass trust_remote_code=True if you trust it.",
+            ) from error
+        raise UsageError(f"config.json is not usable ({_brief(error)})", where=str(folder / "config.json")) from error
+
+
+def open_generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfig:
+    """generation_config.json where the folder has one, else what the model's config implies."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        read_json(folder / "generation_config.json")
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return GenerationConfig.from_model_config(module.config)
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" → "cuda" or "cpu". Raises UsageError for a device that torch does not have here."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"the device {device!r} cannot be used ({_brief(error)})", what_to_do="Try cpu.") from None
+    return device
+
+
+def resolve_dtype(dtype: str, spec: RuntimeSpec, config: PreTrainedConfig) -> torch.dtype:
+    """The activation dtype: the argument, else the RuntimeSpec's, else config.json's, else float32."""
+    import torch
+
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}", what_to_do=f"Use one of {', '.join(DTYPES)}.")
+    name = dtype if dtype != "auto" else spec.dtype
+    if name != "auto":
+        return getattr(torch, name)
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return stored if isinstance(stored, torch.dtype) else torch.float32
+
+
+def apply_attention(opened: OpenedModel) -> None:
+    """Select the RuntimeSpec's attention backend on the module and note what it came to.
+
+    `auto` takes what the pass chose, and falls back with a note where this machine cannot run it. A backend named
+    explicitly that cannot be used is a RunError.
+    """
+    spec, module = opened.runtime.attention, opened.module
+    wanted = spec.backend if spec.backend != "auto" else spec.chosen
+    if wanted is None:
+        opened.note(f"attention: {module.config._attn_implementation} (transformers' own choice)")
+        return
+    try:
+        if wanted == "flash_attn" and module.device.type != "cuda":
+            raise ValueError(f"flash-attn needs CUDA, the model is on {module.device.type}")
+        module.set_attn_implementation(IMPLEMENTATIONS.get(wanted, wanted))
+    except (ValueError, ImportError, RuntimeError) as error:
+        if spec.backend != "auto":
+            raise RunError(
+                f"the attention backend {wanted!r} cannot be used here ({_brief(error)})",
+                where=str(opened.folder),
+                what_to_do="Choose another with attention='auto' or 'sdpa'.",
+            ) from error
+        opened.note(f"attention: {module.config._attn_implementation}, not {wanted} ({_brief(error)})", "fallback")
+        return
+    opened.note(f"attention: {module.config._attn_implementation}, as the RuntimeSpec asks ({spec.backend})")
+
+
+def _open_module(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str, trust_remote_code: bool
+) -> PreTrainedModel:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    if quantization and quantization.get("quant_method") == "compressed-tensors":
+        from .packed_load import load_packed
+
+        if quantization.get("format") == "pack-quantized":
+            return load_packed(
+                folder, config, quantization, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            )
+    return _from_pretrained(folder, dtype, device, trust_remote_code)
+
+
+def _from_pretrained(folder: Path, dtype: torch.dtype, device: str, trust_remote_code: bool) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    from .packed_load import raise_on_keys
+
+    try:
+        module, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **({} if device == "cpu" else {"device_map": {"": device}}),
+        )
+    except LlmoptError:
+        raise
+    except Exception as error:  # transformers, safetensors and torch raise many kinds here
+        raise RunError(f"the model cannot be opened ({_brief(error)})", where=str(folder)) from error
+    mismatched = loading.get("mismatched_keys") or []
+    if mismatched:
+        raise RunError(f"a tensor's shape differs from what config.json makes it: {sorted(mismatched)[0]}", str(folder))
+    raise_on_keys(folder, loading.get("missing_keys") or [], loading.get("unexpected_keys") or [])
+    return module.eval()
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within it transformers shows no progress bars and logs errors only; its settings are put back after."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,153 @@
+"""Opening a compressed-tensors `pack-quantized` folder without unpacking it.
+
+The model is built with its parameters on the meta device and its buffers real (so that non-persistent ones such as
+rotary `inv_freq` hold what the model's constructor computed), the quantized linears are replaced by packed ones, and
+the safetensors are assigned into it: every tensor is in memory once, in the dtype of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..optimizer.errors import RunError
+from .weight_files import weight_files
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def load_packed(
+    folder: Path,
+    config: PreTrainedConfig,
+    quantization_config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The folder's model with packed linears, in eval mode, on `device`.
+
+    `dtype` is the element type of what the file does not store (buffers the constructor makes in the default dtype).
+    Raises RunError that names keys that are missing, unexpected or of the wrong shape.
+    """
+    import torch
+
+    from .kernels.packed import install_packed_linears
+
+    model = build_empty(config, dtype, trust_remote_code)
+    install_packed_linears(model, quantization_config)
+    loaded: set[str] = set()
+    unexpected: list[str] = []
+    for file in weight_files(folder):
+        for name, tensor in read_tensors(file, device):
+            if assign(model, name, tensor, file):
+                loaded.add(name)
+            elif not _ignorable(model, name):
+                unexpected.append(name)
+    tie(model, loaded)
+    missing = [name for name, tensor in _stored_tensors(model) if tensor.is_meta]
+    raise_on_keys(folder, missing, unexpected)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != torch.device(device).type:
+                module._buffers[name] = buffer.to(device)
+    return model.eval()
+
+
+def build_empty(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of `config` with parameters on the meta device and real buffers, untouched by random numbers."""
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    state = torch.get_rng_state()
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    finally:
+        torch.set_rng_state(state)
+    return model
+
+
+def read_tensors(file: Path, device: str = "cpu") -> Iterable[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in a safetensors file. Raises RunError where the file cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device=device) as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"the file cannot be read ({error})", where=str(file), what_to_do="Fetch it again.") from None
+
+
+def assign(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -> bool:
+    """Make `tensor` the parameter or buffer `name` of the model; False where the model has none of that name.
+
+    Raises RunError where the shapes differ.
+    """
+    from torch import nn
+
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return False
+    for table in (module._parameters, module._buffers):
+        current = table.get(leaf)
+        if current is None:
+            continue
+        if current.shape != tensor.shape:
+            raise RunError(
+                f"{name} has shape {tuple(tensor.shape)}, the model's config makes it {tuple(current.shape)}",
+                where=str(file),
+            )
+        table[leaf] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
+        return True
+    return False
+
+
+def tie(model: PreTrainedModel, loaded: set[str]) -> None:
+    """Make tied parameters one tensor, from whichever name the file holds; a packed head has no `weight` to tie."""
+    import torch
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if target not in parameters or source not in parameters:
+            continue
+        if target in loaded and source in loaded:
+            if not torch.equal(parameters[target], parameters[source]):
+                continue
+        elif target in loaded:
+            target, source = source, target
+        path, _, leaf = target.rpartition(".")
+        model.get_submodule(path)._parameters[leaf] = parameters[source]
+
+
+def raise_on_keys(folder: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Raise RunError where there are any, naming the first of them."""
+    for fault, names in (("lack", sorted(missing)), ("have unknown tensors:", sorted(unexpected))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RunError(
+                f"the weight files {fault} {', '.join(names[:3])}{more}",
+                where=str(folder),
+                what_to_do="config.json and the weight files do not belong together, or a shard is incomplete.",
+            )
+
+
+def _stored_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers: what a weight file has to hold (tied ones too)."""
+    return model.state_dict(keep_vars=True).items()
+
+
+def _ignorable(model: PreTrainedModel, name: str) -> bool:
+    """Whether transformers ignores this key too (old checkpoints carry buffers that the model computes itself)."""
+    import re
+
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    return any(re.search(p, name) for p in [*patterns, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"])
