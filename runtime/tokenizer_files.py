@@ -24,17 +24,21 @@ VOCABULARY_FILES = (
 )
 
 
-def open_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer. Raises RunError where its files are missing or cannot be read."""
-    from transformers import AutoTokenizer
-
-    has_vocabulary = any((folder / name).is_file() for name in VOCABULARY_FILES) or any(folder.glob("*.tiktoken"))
-    if not has_vocabulary:
+def require_tokenizer(folder: Path) -> None:
+    """Raise RunError where the folder has no vocabulary file of any tokenizer."""
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES) and not any(folder.glob("*.tiktoken")):
         raise RunError(
             "the folder has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary file)",
             where=str(folder),
             what_to_do="Copy the tokenizer's files of the source model into it.",
         )
+
+
+def open_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer. Raises RunError where its files are missing or cannot be read."""
+    from transformers import AutoTokenizer
+
+    require_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise many kinds here; all mean the same to a user

@@ -1,0 +1,132 @@
+"""Files: the cache folder, hashes, atomic folders, free space."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ..runtime.artifact import sha256_file
+from .errors import RunError
+
+
+def cache_dir() -> Path:
+    """Where llmopt keeps what it can make again: `$LLMOPT_CACHE_DIR`, else `llmopt` in the user's cache folder."""
+    named = os.environ.get("LLMOPT_CACHE_DIR")
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "llmopt"
+
+
+@contextmanager
+def sha256_cache() -> Iterator[dict[str, Any]]:
+    """Known hashes by path, size and modification time, written back on leaving."""
+    path = cache_dir() / "sha256.json"
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_text())
+    before = dict(known)
+    yield known
+    if known != before:
+        with suppress(OSError):
+            write_atomic(path, json.dumps(known))
+
+
+def file_sha256(path: Path, known: dict[str, Any] | None = None) -> str:
+    """SHA-256 of a file's contents. `known` (see `sha256_cache`) saves reading a file that has not changed."""
+    stat = path.stat()
+    key = str(path.resolve())
+    stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    if known is not None and known.get(key, [None])[0] == stamp:
+        return known[key][1]
+    digest = sha256_file(path)
+    if known is not None:
+        known[key] = [stamp, digest]
+    return digest
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file of a folder, and the folder itself, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def temporary_sibling(target: Path) -> Path:
+    """An empty folder beside `target`, named after this process; siblings of dead processes are removed first."""
+    prefix = f".{target.name}.tmp-"
+    for old in target.parent.glob(f"{glob_escape(prefix)}*"):
+        owner = old.name.removeprefix(prefix)
+        if not owner.isdigit() or not _alive(int(owner)) or int(owner) == os.getpid():
+            shutil.rmtree(old, ignore_errors=True)
+    folder = target.parent / f"{prefix}{os.getpid()}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def glob_escape(text: str) -> str:
+    """Escape what glob would read as a pattern."""
+    import glob
+
+    return glob.escape(text)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Put the folder `new` in the place of `target`; an existing `target` is moved aside, then removed."""
+    aside = None
+    if target.exists():
+        aside = target.with_name(f".{target.name}.old-{os.getpid()}")
+        os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Raise RunError where the disk of `folder` (or its nearest existing parent) has less than `needed` bytes free."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise RunError(
+            f"{what} needs about {needed / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB free",
+            str(folder),
+            "Free some space or choose another folder",
+        )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,252 @@
+"""Recipe: the YAML file that says which passes run over a model, how the result is judged and what is written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from .base import Exporter, Options, Pass, Plugin
+from .errors import UsageError, did_you_mean
+from .registry import Kind, find
+from .yaml_source import Location, YamlSource, apply_override, parse_yaml, read_yaml
+
+
+class CalibrationOptions(Options):
+    """The text that calibrating passes see."""
+
+    text: str = Field("default", description="Text file, or `default`: the public-domain text that ships with llmopt.")
+    num_samples: int = Field(32, ge=1, description="Token sequences taken from the text.")
+    sequence_length: int = Field(512, ge=2, description="Tokens a sequence.")
+
+
+class EvaluateOptions(Options):
+    """How source and artifact are measured."""
+
+    text: str = Field("default", description="Text file, or `default`: a public-domain text, never the calibration's.")
+    windows: int = Field(8, ge=1, description="Windows of the text that are scored.")
+    window_length: int = Field(512, ge=2, description="Tokens a window; they do not overlap.")
+    speed: bool = Field(True, description="Measure decode and prefill speed.")
+    new_tokens: int = Field(32, ge=1, description="Tokens generated for the speed figure and the sample texts.")
+    prompts: list[str] = Field(
+        default=["The capital of France is", "Water boils when", "Once upon a time"],
+        min_length=1,
+        description="Prompts that the artifact must answer before it is accepted.",
+    )
+
+
+class Gates(Options):
+    """Limits that the artifact must hold; a limit that is absent is not checked."""
+
+    max_perplexity_increase: float | None = Field(
+        None, ge=0, description="Relative rise of perplexity over the source: 0.08 or 8%."
+    )
+    max_mean_kl: float | None = Field(None, ge=0, description="Mean KL(source ‖ artifact) a token, in nats.")
+    min_top1_agreement: float | None = Field(
+        None, ge=0, le=1, description="Share of tokens at which both put the same token first."
+    )
+    min_compression: float | None = Field(None, gt=0, description="Bytes of the source's weights over the artifact's.")
+    min_decode_speedup: float | None = Field(None, gt=0, description="Decode tokens/s of the artifact over the source.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _percent(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.strip().endswith("%"):
+            try:
+                return float(value.strip()[:-1]) / 100
+            except ValueError:
+                raise ValueError(f"{value!r} is not a percentage") from None
+        return value
+
+
+class Step(BaseModel):
+    """One pass or exporter of a recipe: its name and its options as written."""
+
+    use: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Recipe(Options):
+    """A whole recipe. `Recipe.load` reads, overrides and validates it."""
+
+    version: Literal[1] = Field(1, description="Version of the recipe format.")
+    name: str = Field("", description="Name of the recipe; the file's name where absent.")
+    description: str = Field("", description="What the recipe is for.")
+    model: str | None = Field(None, description="Source model, where the command line names none.")
+    revision: str | None = Field(None, description="Revision of a hub model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Element type in which the source is loaded; `auto` is the one it is stored in."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of every random number of the run.")
+    calibration: CalibrationOptions = Field(default_factory=CalibrationOptions)  # type: ignore[arg-type]
+    passes: list[Step] = Field(default_factory=list, description="Passes in the order in which they run.")
+    export: list[Step] = Field(
+        default_factory=lambda: [Step(use="huggingface")], description="The exporter that writes the artifact."
+    )
+    evaluate: EvaluateOptions = Field(default_factory=EvaluateOptions)  # type: ignore[arg-type]
+    gates: Gates = Field(default_factory=Gates)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, recipe: str | Path, overrides: Iterable[str] = ()) -> LoadedRecipe:
+        """Read a recipe by path or by shipped name, apply `--set` overrides, validate all of it.
+
+        Raises UsageError (file, line, key, nearest valid name) on anything that is not right.
+        """
+        return build(_open(recipe), overrides)
+
+    @classmethod
+    def parse(cls, text: str, overrides: Iterable[str] = (), name: str = "<recipe>") -> LoadedRecipe:
+        """The same from a string."""
+        return build(parse_yaml(text, name), overrides)
+
+
+class LoadedRecipe:
+    """A validated recipe with its passes and exporter instantiated, and where each key stands."""
+
+    def __init__(self, recipe: Recipe, passes: list[Pass], exporter: Exporter, source: YamlSource) -> None:
+        self.recipe, self.passes, self.exporter, self.source = recipe, passes, exporter, source
+
+    def where(self, *location: Any) -> str:
+        """Where a key stands, for an error."""
+        return self.source.where(location)
+
+    def pass_where(self, index: int, *rest: Any) -> str:
+        """Where an option of pass number `index` stands."""
+        return self.where("passes", index, self.recipe.passes[index].use, *rest)
+
+    def as_run(self) -> dict[str, Any]:
+        """The recipe with every option spelled out, as the manifest keeps it."""
+        out = self.recipe.model_dump(mode="json", exclude={"passes", "export"})
+        out["passes"] = [
+            {step.use: p.config.model_dump(mode="json")} for step, p in zip(self.recipe.passes, self.passes)
+        ]
+        out["export"] = [{self.recipe.export[0].use: self.exporter.config.model_dump(mode="json")}]
+        return out
+
+
+def shipped() -> dict[str, Path]:
+    """Name → path of the recipes that ship with llmopt."""
+    folder = Path(str(files("llmopt.recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _open(recipe: str | Path) -> YamlSource:
+    path = Path(recipe)
+    if path.is_file():
+        return read_yaml(path)
+    name = path.name.removesuffix(".yaml").removesuffix(".yml")
+    if path.parent == Path(".") and name in shipped():
+        source = read_yaml(shipped()[name])
+        source.name = f"{name}.yaml"
+        return source
+    if path.is_dir():
+        raise UsageError("is a folder, not a recipe", str(recipe), "Give a YAML file")
+    if path.parent == Path("."):
+        hint = did_you_mean(name, shipped())
+        raise UsageError(f"no file and no shipped recipe has the name {str(recipe)!r}", "", hint)
+    raise UsageError("no such recipe file", str(recipe))
+
+
+def build(source: YamlSource, overrides: Iterable[str] = ()) -> LoadedRecipe:
+    """Validate parsed YAML and instantiate its plugins."""
+    if source.data is None:
+        raise UsageError("the recipe is empty", source.name, "It needs at least a `passes:` list")
+    if not isinstance(source.data, dict):
+        raise UsageError("a recipe is a mapping of keys", source.where(()), "Start with `passes:`")
+    for assignment in overrides:
+        apply_override(source, assignment)
+    data = dict(source.data)
+    for key in ("passes", "export"):
+        if key in data:
+            data[key] = _steps(data[key], key, source)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise _usage_error(error, Recipe, source, ()) from None
+    if not recipe.passes:
+        raise UsageError("the recipe has no passes", source.where(("passes",)), "List at least one under `passes:`")
+    if len(recipe.export) != 1:
+        raise UsageError("exactly one exporter is supported", source.where(("export",)))
+    recipe.name = recipe.name or Path(source.name).stem
+    passes = [_plugin("passes", step, source, ("passes", i, step.use)) for i, step in enumerate(recipe.passes)]
+    exporter = _plugin("exporters", recipe.export[0], source, ("export", 0, recipe.export[0].use))
+    _resolve_texts(recipe, source)
+    return LoadedRecipe(recipe, passes, exporter, source)  # type: ignore[arg-type]
+
+
+def _steps(value: Any, key: str, source: YamlSource) -> list[Step]:
+    if not isinstance(value, list):
+        raise UsageError("expected a list", source.where((key,)), f"Write `{key}:` and then `- NAME: {{options}}`")
+    steps = []
+    for i, item in enumerate(value):
+        where = source.where((key, i))
+        if isinstance(item, str):
+            steps.append(Step(use=item))
+        elif isinstance(item, dict) and len(item) == 1 and isinstance(next(iter(item)), str):
+            name, options = next(iter(item.items()))
+            if options is not None and not isinstance(options, dict):
+                raise UsageError(f"the options of {name!r} must be a mapping", where, f"Write `- {name}: {{…}}`")
+            for option in options or {}:
+                if not isinstance(option, str):
+                    raise UsageError(f"option {option!r} of {name!r} is not a name", where)
+            steps.append(Step(use=name, options=options or {}))
+        else:
+            what = "an entry is a name, or one name with its options"
+            raise UsageError(what, where, "Write `- NAME: {option: value}`")
+    return steps
+
+
+def _plugin(kind: Kind, step: Step, source: YamlSource, location: Location) -> Plugin:
+    cls = find(kind, step.use, source.where(location))
+    try:
+        config = cls.Config.model_validate(step.options)
+    except ValidationError as error:
+        raise _usage_error(error, cls.Config, source, location) from None
+    return cls(config)
+
+
+def _usage_error(error: ValidationError, model: type[BaseModel], source: YamlSource, base: Location) -> UsageError:
+    first = error.errors()[0]
+    location = (*base, *first["loc"])
+    where = source.where(location)
+    if first["type"] == "extra_forbidden":
+        owner = _model_at(model, first["loc"][:-1])
+        hint = did_you_mean(str(first["loc"][-1]), owner.model_fields) if owner else ""
+        return UsageError(f"unknown key {first['loc'][-1]!r}", where, hint)
+    message = first["msg"].removeprefix("Value error, ")
+    given = first.get("input")
+    shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) and repr(given) not in message else ""
+    return UsageError(f"{message[:1].lower()}{message[1:]}{shown}", where)
+
+
+def _model_at(model: type[BaseModel] | None, location: Location) -> type[BaseModel] | None:
+    for part in location:
+        field = model.model_fields.get(str(part)) if model else None
+        annotation = field.annotation if field else None
+        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return model
+
+
+def _resolve_texts(recipe: Recipe, source: YamlSource) -> None:
+    """Make the text paths real: relative to the recipe's folder, else to the working directory."""
+    parts: list[tuple[str, Any]] = [("calibration", recipe.calibration), ("evaluate", recipe.evaluate)]
+    for key, part in parts:
+        if part.text == "default":
+            continue
+        candidates = [Path(source.name).parent / part.text, Path(part.text)]
+        found = next((c for c in candidates if c.is_file()), None)
+        if found is None:
+            raise UsageError(f"no such text file: {part.text}", source.where((key, "text")))
+        part.text = str(found)
+    if recipe.evaluate.text != "default" and recipe.calibration.text != "default":
+        hashes = {hashlib.sha256(Path(p.text).read_bytes()).hexdigest() for _, p in parts}
+        if len(hashes) == 1:
+            raise UsageError(
+                "calibration and evaluation use the same text, so the figures would flatter the result",
+                source.where(("evaluate", "text")),
+                "Name another text",
+            )
