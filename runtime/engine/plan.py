@@ -9,11 +9,11 @@ length and in how many of their positions need logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One request's share of a step.
+class Row(NamedTuple):
+    """One request's share of a step (a tuple, since a thousand of them are made every step).
 
     `token_ids[i]` stands at position `start + i` of the request and its keys and values go to slot
     `block_table[(start + i) // block_size] * block_size + (start + i) % block_size`.
@@ -26,7 +26,8 @@ class Row:
     block_table: tuple[int, ...]
     """Block numbers that cover positions 0 … start + len(token_ids) - 1, in order."""
     num_logits: int
-    """How many of the row's last positions need logits: 0 inside a chunked prefill, 1 + drafts at its end."""
+    """How many of the row's last positions need logits: 0 inside a chunked prefill, 1 + drafts at its end, more where
+    prompt logprobs are asked for."""
 
     @property
     def end(self) -> int:

@@ -1,0 +1,176 @@
+"""The KV pool's blocks: reference counts, prefix reuse, and each request's block table. Pure Python, no tensors.
+
+A block is free (reference count 0) or held. A held block has at most one writer: only full, committed blocks are ever
+shared, and those are never written again. Fork is therefore copy-on-write without a copy: the child shares the parent's
+full blocks and recomputes the few tokens of the partial one. A free block keeps its content and its hash until it is
+handed out again, least recently used first, so that a later request with the same prefix can take it back.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from ...optimizer.errors import RunError
+
+_ROOT = b"llmopt"
+
+
+def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of a full block, given its predecessor's (16 bytes of BLAKE2b: a collision would serve another's text)."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens. With `prefix_caching=False` nothing is ever matched."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[bytes | None] = [None] * num_blocks
+        self.cached: dict[bytes, int] = {}
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        """Blocks with reference count 0, next to be handed out first."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def allocate(self) -> int:
+        """A block with reference count 1 and no hash. Raises `RunError` if none is free: ask `num_free` first."""
+        if not self.free:
+            raise RunError(f"all {self.num_blocks} KV blocks are held", where="block pool")
+        block, _ = self.free.popitem(last=False)
+        digest = self.hashes[block]
+        if digest is not None:
+            self.hashes[block] = None
+            del self.cached[digest]
+        self.ref_counts[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more reader of a block that `match` has found or that another table holds."""
+        if self.ref_counts[block] == 0:
+            del self.free[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Give one reference back. Raises `RunError` on a double free."""
+        count = self.ref_counts[block]
+        if count <= 0:
+            raise RunError(f"block {block} is freed twice", where="block pool")
+        self.ref_counts[block] = count - 1
+        if count == 1:
+            self.free[block] = None
+            if self.hashes[block] is None:
+                self.free.move_to_end(block, last=False)
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Offer a full, committed block for reuse. A twin that is already offered stays the one that is found."""
+        if self.prefix_caching and digest not in self.cached:
+            self.cached[digest] = block
+            self.hashes[block] = digest
+
+    def match(self, digests: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of `digests`, not yet acquired."""
+        found: list[int] = []
+        for digest in digests:
+            block = self.cached.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def forget(self) -> None:
+        """Drop every hash: no content that is in the pool now is reused."""
+        self.cached.clear()
+        self.hashes = [None] * self.num_blocks
+
+
+class BlockTable:
+    """One request's blocks, in the order of its positions."""
+
+    __slots__ = ("_tuple", "digests", "ids", "num_registered", "pool")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.ids: list[int] = []
+        self.digests: list[bytes] = []
+        """Chained hashes of the request's first full blocks of tokens, computed or not."""
+        self.num_registered = 0
+        """Leading blocks that are committed, hence read-only."""
+        self._tuple: tuple[int, ...] | None = None
+
+    def as_tuple(self) -> tuple[int, ...]:
+        table = self._tuple
+        if table is None:
+            table = self._tuple = tuple(self.ids)
+        return table
+
+    def missing(self, num_tokens: int) -> int:
+        """Blocks to allocate before `num_tokens` tokens fit (≤ 0: they fit)."""
+        return -(-num_tokens // self.pool.block_size) - len(self.ids)
+
+    def grow(self, count: int) -> None:
+        if count > 0:
+            self.ids.extend(self.pool.allocate() for _ in range(count))
+            self._tuple = None
+
+    def trim(self, num_tokens: int) -> None:
+        """Give back the blocks beyond those that `num_tokens` tokens need (drafts that were rejected)."""
+        keep = -(-num_tokens // self.pool.block_size)
+        if len(self.ids) > keep:
+            for block in reversed(self.ids[keep:]):
+                self.pool.release(block)
+            del self.ids[keep:]
+            self._tuple = None
+
+    def extend_digests(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        size, digests = self.pool.block_size, self.digests
+        for i in range(len(digests), num_tokens // size):
+            digests.append(chain_hash(digests[-1] if digests else _ROOT, token_ids[i * size : (i + 1) * size]))
+
+    def match(self, token_ids: Sequence[int]) -> list[int]:
+        """Cached blocks for the request's tokens, at most those of its first `len(token_ids) - 1` tokens: at least one
+        token must be run for there to be logits."""
+        if not self.pool.prefix_caching:
+            return []
+        limit = max(0, len(token_ids) - 1)
+        self.extend_digests(token_ids, limit)
+        return self.pool.match(self.digests[: limit // self.pool.block_size])
+
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """Start an empty table with committed blocks (a prefix hit, or a fork)."""
+        for block in blocks:
+            self.pool.acquire(block)
+        self.ids = list(blocks)
+        self.num_registered = len(blocks)
+        self._tuple = None
+
+    def fork(self, token_ids: Sequence[int]) -> BlockTable:
+        """A table for a request that continues `token_ids`, sharing this table's committed full blocks of them."""
+        child = BlockTable(self.pool)
+        limit = max(0, len(token_ids) - 1) // self.pool.block_size
+        shared = min(self.num_registered, limit)
+        child.digests = self.digests[:shared]
+        child.adopt(self.ids[:shared])
+        return child
+
+    def commit(self, token_ids: Sequence[int], num_computed: int) -> None:
+        """Register the blocks that the first `num_computed` tokens fill. Call only after their step has succeeded."""
+        full = num_computed // self.pool.block_size
+        if full > self.num_registered:
+            self.extend_digests(token_ids, num_computed)
+            for i in range(self.num_registered, full):
+                self.pool.register(self.ids[i], self.digests[i])
+            self.num_registered = full
+
+    def release(self) -> None:
+        """Give every block back, the last first, so that the beginnings of prefixes live longest."""
+        for block in reversed(self.ids):
+            self.pool.release(block)
+        self.ids = []
+        self.num_registered = 0
+        self._tuple = None
