@@ -1,0 +1,200 @@
+"""The torch backend: vectorized with torch's own operators, on any device; the CPU's fallback where no compiler is.
+
+Rows of one token (plain decode) are attended together, in groups of like length, over keys gathered through their block
+tables. Longer rows (prompt chunks, verification) are attended one by one. Keys are gathered, so the pool is read twice;
+a compiled kernel reads it once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .layer import Batch, visible
+
+if TYPE_CHECKING:
+    import torch
+
+GATHER_TOKENS = 32_768
+"""Most (padded) context tokens that one group of decode rows gathers at once: bounds the scratch memory."""
+
+
+def decode_groups(batch: Batch) -> tuple[list[tuple[list[int], int]], list[int]]:
+    """Split the rows: ([(rows of one token, longest context of theirs)], [other rows]).
+
+    One-token rows are sorted by length and cut where a group would gather more than `GATHER_TOKENS`, or where its
+    shortest member would be less than half its longest (padding costs memory traffic).
+    """
+    if "decode_groups" in batch.memo:
+        return batch.memo["decode_groups"]
+    bounds, lengths = batch.query_bounds, batch.lengths
+    single = [r for r in range(len(lengths)) if bounds[r + 1] - bounds[r] == 1]
+    others = [r for r in range(len(lengths)) if bounds[r + 1] - bounds[r] > 1]
+    single.sort(key=lambda r: -lengths[r])
+    groups: list[tuple[list[int], int]] = []
+    for row in single:
+        if groups:
+            rows, longest = groups[-1]
+            if (len(rows) + 1) * longest <= GATHER_TOKENS and lengths[row] * 2 >= longest:
+                rows.append(row)
+                continue
+        groups.append(([row], lengths[row]))
+    batch.memo["decode_groups"] = (groups, others)
+    return groups, others
+
+
+def scaled_dot_product(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    causal: bool = False,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """query [S, H, Q, Dk], key [S, Hkv, K, Dk], value [S, Hkv, K, Dv], mask bool broadcastable to [S, H, Q, K].
+
+    Returns [S, H, Q, Dv]. torch's fused attention where it applies; soft-capping (Gemma 2, arXiv:2408.00118) and sinks
+    are computed in float32.
+    """
+    import torch
+
+    if not softcap and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    size, heads, queries, _ = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.float().reshape(size, kv_heads, heads // kv_heads * queries, -1)
+    scores = torch.matmul(grouped, key.float().transpose(-1, -2)) * scale
+    scores = scores.view(size, heads, queries, -1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(1, heads, 1, 1).expand(size, heads, queries, 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+    out = torch.matmul(probabilities.reshape(size, kv_heads, heads // kv_heads * queries, -1), value.float())
+    return out.view(size, heads, queries, -1).to(query.dtype)
+
+
+def paged_attention_torch(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    sink_tokens: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """query [T, H, Dk], key_cache [N, B, Hkv, Dk], value_cache [N, B, Hkv, Dv] → [T, H, Dv] in the query's dtype.
+
+    The batch's own keys and values are in the caches already.
+    """
+    import torch
+
+    block_size, device = key_cache.shape[1], query.device
+    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+    groups, others = decode_groups(batch)
+    for number, (rows, longest) in enumerate(groups):
+        blocks = -(-longest // block_size)
+        memo = f"decode_group_{number}"
+        if memo not in batch.memo:
+            index = torch.tensor(rows, device=device)
+            tables = batch.block_tables[index, :blocks].long()
+            batch.memo[memo] = (index, tables, batch.cu_seqlens_q[index].long(), batch.seq_lens[index].long())
+        index, tables, tokens, lengths = batch.memo[memo]
+        masks = batch.memo.setdefault(f"{memo}_masks", {})
+        if (window, chunk, sink_tokens) not in masks:
+            positions = torch.arange(blocks * block_size, device=device).expand(len(rows), -1)
+            masks[window, chunk, sink_tokens] = visible(lengths[:, None] - 1, positions, window, chunk, sink_tokens)
+        keys = key_cache[tables].flatten(1, 2).transpose(1, 2)
+        values = value_cache[tables].flatten(1, 2).transpose(1, 2)
+        out[tokens] = scaled_dot_product(
+            query[tokens][:, :, None],
+            keys,
+            values,
+            masks[window, chunk, sink_tokens][:, None],
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )[:, :, 0]
+    for row in others:
+        first, last, length = batch.query_bounds[row], batch.query_bounds[row + 1], batch.lengths[row]
+        table = batch.block_tables[row, : -(-length // block_size)].long()
+        keys = key_cache[table].flatten(0, 1)[None, :length].transpose(1, 2)
+        values = value_cache[table].flatten(0, 1)[None, :length].transpose(1, 2)
+        out[first:last] = chunk_attention(
+            query[first:last], keys, values, scale=scale, window=window, chunk=chunk, sink_tokens=sink_tokens,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+    return out
+
+
+def chunk_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    sink_tokens: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The last Q tokens of one sequence: query [Q, H, Dk], keys [1, Hkv, K, Dk], values [1, Hkv, K, Dv].
+
+    Returns [Q, H, Dv].
+    """
+    import torch
+
+    count, length = query.shape[0], keys.shape[2]
+    if window and not sink_tokens and length - count - window + 1 > 0:  # keys that no query of this chunk sees
+        unseen = length - count - window + 1
+        keys, values = keys[:, :, unseen:], values[:, :, unseen:]
+    else:
+        unseen = 0
+    mask = None
+    causal = count == length and (not window or window >= length) and (not chunk or chunk >= length)
+    if not causal:
+        positions = torch.arange(unseen, length, device=query.device)
+        mask = visible(positions[-count:], positions, window, chunk, sink_tokens)[None, None]
+    result = scaled_dot_product(
+        query.transpose(0, 1)[None], keys, values, mask, scale=scale, causal=causal, softcap=softcap, sinks=sinks
+    )
+    return result[0].transpose(0, 1)
+
+
+def gathered_attention_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """query [T, H, Dk] over keys [ΣK, Hkv, Dk] and values [ΣK, Hkv, Dv] that lie sequence after sequence.
+
+    Returns [T, H, Dv].
+    """
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+    offset = 0
+    for row, length in enumerate(batch.lengths):
+        first, last = batch.query_bounds[row], batch.query_bounds[row + 1]
+        keys = key[None, offset : offset + length].transpose(1, 2)
+        values = value[None, offset : offset + length].transpose(1, 2)
+        out[first:last] = chunk_attention(query[first:last], keys, values, scale=scale, window=window, softcap=softcap)
+        offset += length
+    return out

@@ -1,0 +1,122 @@
+"""Which attention backend a model runs on, chosen at load, stated and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ...optimizer.errors import RunError
+from .layer import AttentionLayer
+from .op import BACKENDS
+
+if TYPE_CHECKING:
+    import torch
+
+ALIASES = {"cpu": "torch", "sdpa": "torch", "eager": "torch"}
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """name: the backend. reason: why. refused: (backend, why not) of every one that was preferred and fell back."""
+
+    name: str
+    reason: str
+    block_size: int
+    refused: tuple[tuple[str, str], ...] = field(default=())
+
+    def __str__(self) -> str:
+        text = f"attention backend {self.name}: {self.reason}"
+        return text + "".join(f"; {name} refused: {why}" for name, why in self.refused)
+
+
+def _shape_fault(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_size: int | None, page: int) -> str:
+    import torch
+
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    for layer in layers:
+        if layer.kind != "paged":
+            return "latent attention runs in gather mode"
+        if layer.key_dim != layer.value_dim or layer.key_dim > 256 or layer.key_dim % 8:
+            return f"head dims {layer.key_dim}/{layer.value_dim} are not one multiple of 8 up to 256"
+        if layer.chunk or layer.sink_tokens:
+            return "chunked attention and kept first tokens have no argument there"
+    if block_size is not None and block_size % page:
+        return f"block_size {block_size} is not a multiple of {page}"
+    return ""
+
+
+def refusal(
+    name: str, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, block_size: int | None
+) -> str:
+    """Why a backend cannot run these layers here; empty where it can."""
+    import torch
+
+    if name in ("reference", "torch"):
+        return ""
+    if name == "triton":
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        from .triton_paged import interpreted
+
+        if device.type != "cuda" and not interpreted():
+            return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
+        if any(layer.kind != "paged" for layer in layers):
+            return "latent attention runs in gather mode"
+        return ""
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0"
+    if name == "flash_attn":
+        if find_spec("flash_attn") is None:
+            return "flash-attn is not installed"
+        if any(layer.has_sinks for layer in layers):
+            return "it has no attention sinks"
+        return _shape_fault(layers, dtype, block_size, 256)
+    if find_spec("torch.nn.attention.varlen") is None:
+        return "this torch has no torch.nn.attention.varlen"
+    from .varlen import takes_block_table
+
+    if not takes_block_table():
+        return "this torch's varlen_attn takes no block table"
+    if any(layer.softcap for layer in layers):
+        return "it has no soft-capping"
+    return _shape_fault(layers, dtype, block_size, 256)
+
+
+BLOCK_SIZES = {"reference": 16, "torch": 16, "triton": 16, "varlen": 256, "flash_attn": 256}
+
+
+def choose(
+    wanted: str,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int | None = None,
+) -> AttentionChoice:
+    """The backend for these layers. wanted: `auto` or a backend's name.
+
+    Raises RunError for a backend asked for by name that cannot run here: only `auto` falls back.
+    """
+    wanted = ALIASES.get(wanted, wanted)
+    if wanted != "auto":
+        if wanted not in BACKENDS:
+            raise RunError(
+                f"unknown attention backend {wanted!r}", what_to_do=f"Use auto or one of: {', '.join(BACKENDS)}"
+            )
+        why = refusal(wanted, layers, dtype, device, block_size)
+        if why:
+            raise RunError(f"attention backend {wanted!r} cannot run here: {why}", what_to_do="Use attention='auto'")
+        return AttentionChoice(wanted, "asked for", block_size or BLOCK_SIZES[wanted])
+    order = ("varlen", "flash_attn", "triton", "torch") if device.type == "cuda" else ("torch",)
+    refused = []
+    for name in order:
+        why = refusal(name, layers, dtype, device, block_size)
+        if not why:
+            first = "first choice" if not refused else "fallback"
+            return AttentionChoice(name, f"{first} on {device.type}", block_size or BLOCK_SIZES[name], tuple(refused))
+        refused.append((name, why))
+    raise RunError("no attention backend runs here", what_to_do="Report this: the torch backend always should")
