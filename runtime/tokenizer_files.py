@@ -34,6 +34,17 @@ def require_tokenizer(folder: Path) -> None:
         )
 
 
+def require_tokenizer(folder: Path) -> None:
+    """Raise RunError where the folder has no file that could hold a tokenizer's vocabulary."""
+    if any((folder / name).is_file() for name in VOCABULARY_FILES) or any(folder.glob("*.tiktoken")):
+        return
+    raise RunError(
+        "the folder has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary file)",
+        where=str(folder),
+        what_to_do="Copy the tokenizer's files of the source model into it.",
+    )
+
+
 def open_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The folder's tokenizer. Raises RunError where its files are missing or cannot be read."""
     from transformers import AutoTokenizer

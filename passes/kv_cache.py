@@ -1,0 +1,103 @@
+"""Pass `kv_cache`: how the runtime stores keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, model_validator
+
+from ..optimizer.base import Context, Options, Pass, PassReport, PlanItem
+from ..optimizer.errors import RunError
+from ..optimizer.runtime_spec import KVCacheDtype, KVCacheKind, KVCacheSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ..optimizer.model import LoadedModel, ModelInfo
+
+RUNS_HERE: tuple[KVCacheKind, ...] = ("dynamic", "paged")
+"""Kinds that the runtime of this version can run, in the model's own dtype."""
+
+
+class KVCache(Pass):
+    """Records the KV cache's kind, element type and block size in the RuntimeSpec; changes no weights."""
+
+    name = "kv_cache"
+    provides: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
+
+    class Config(Options):
+        kind: KVCacheKind = Field(
+            "paged",
+            description="`paged`: blocks shared between requests (the engine's cache); `dynamic`: one growing tensor a "
+            "layer; `static`: preallocated; `sliding`: the first `sinks` and the last `window` tokens; `offloaded`: in "
+            "host memory.",
+        )
+        dtype: KVCacheDtype = Field("auto", description="Element type of keys and values; `auto` is the model's own.")
+        block_size: int | None = Field(
+            None, ge=1, le=4096, description="Tokens a block of a paged cache; none lets the attention backend choose."
+        )
+        sinks: int = Field(0, ge=0, description="First tokens that a sliding cache always keeps.")
+        window: int | None = Field(None, ge=1, description="Last tokens that a sliding cache keeps.")
+        prefix_caching: bool = Field(
+            True, description="Reuse the blocks of a prefix that another request has computed (paged cache)."
+        )
+
+        @model_validator(mode="after")
+        def _possible(self) -> KVCache.Config:
+            if self.kind == "sliding" and self.window is None:
+                raise ValueError("a sliding cache needs `window`, the number of tokens it keeps")
+            if self.kind != "sliding" and (self.window is not None or self.sinks):
+                raise ValueError(f"`window` and `sinks` belong to kind: sliding, not to kind: {self.kind}")
+            if self.kind != "paged" and self.block_size is not None:
+                raise ValueError(f"`block_size` belongs to kind: paged, not to kind: {self.kind}")
+            return self
+
+    config: Config
+
+    def plan(self, info: ModelInfo) -> PlanItem:
+        """A refusal for each setting that this version's runtime would not honour."""
+        per_token = bytes_per_token(info.config, info.dtype_bytes)
+        return PlanItem(
+            summary=f"{self.config.kind} KV cache, dtype {self.config.dtype}",
+            refusals=self._refusals(),
+            notes=[f"KV cache: {per_token:,} bytes a token in the model's own dtype"] if per_token else [],
+            runtime={"kv_cache": self._spec().model_dump()},
+        )
+
+    def run(self, model: LoadedModel, context: Context) -> PassReport:
+        """Write the specification. Raises RunError where the runtime would not honour it."""
+        refusals = self._refusals()
+        if refusals:
+            raise RunError(refusals[0], where=self.name)
+        model.runtime.kv_cache = self._spec()
+        return PassReport(f"{self.config.kind} KV cache, dtype {self.config.dtype}", details=self._spec().model_dump())
+
+    def _spec(self) -> KVCacheSpec:
+        return KVCacheSpec(**self.config.model_dump())
+
+    def _refusals(self) -> list[str]:
+        refusals = []
+        if self.config.kind not in RUNS_HERE:
+            refusals.append(
+                f"kind: {self.config.kind} is not in this version's runtime, which has {' and '.join(RUNS_HERE)}"
+            )
+        if self.config.dtype != "auto":
+            refusals.append(
+                f"dtype: {self.config.dtype} is not in this version's runtime, which keeps keys and values in the "
+                "model's own dtype (auto)"
+            )
+        return refusals
+
+
+def bytes_per_token(config: PreTrainedConfig, element_size: int) -> int | None:
+    """Bytes of keys and values that one token takes over all layers; None where the config does not tell."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    layers = getattr(text, "num_hidden_layers", None)
+    hidden = getattr(text, "hidden_size", None)
+    if not (heads and layers and hidden):
+        return None
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    return 2 * layers * kv_heads * head_dim * element_size
