@@ -25,16 +25,6 @@ VOCABULARY_FILES = (
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise RunError where the folder has no vocabulary file of any tokenizer."""
-    if not any((folder / name).is_file() for name in VOCABULARY_FILES) and not any(folder.glob("*.tiktoken")):
-        raise RunError(
-            "the folder has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary file)",
-            where=str(folder),
-            what_to_do="Copy the tokenizer's files of the source model into it.",
-        )
-
-
-def require_tokenizer(folder: Path) -> None:
     """Raise RunError where the folder has no file that could hold a tokenizer's vocabulary."""
     if any((folder / name).is_file() for name in VOCABULARY_FILES) or any(folder.glob("*.tiktoken")):
         return
