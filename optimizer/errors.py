@@ -42,7 +42,18 @@ class RunError(LlmoptError):
 
 
 class GateError(RunError):
-    """A quality gate did not hold, so no artifact was written (exit code 1)."""
+    """A quality gate did not hold (exit code 1).
+
+    shares: (module name, share of the error) of the layers that hurt most, worst first.
+    kept: where the failing artifact lies, None where none was written.
+    """
+
+    def __init__(self, what: str, shares: list[tuple[str, float]], kept: object = None) -> None:
+        self.shares, self.kept = shares, kept
+        fate = f"The failing artifact was kept at {kept}" if kept else "No artifact was written"
+        super().__init__(
+            f"the result misses its gates: {what}", what_to_do=f"{fate}; see the layers' shares of the error"
+        )
 
 
 class MissingDependency(UsageError):

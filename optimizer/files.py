@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,7 +73,7 @@ def fsync_tree(folder: Path) -> None:
 def temporary_sibling(target: Path) -> Path:
     """An empty folder beside `target`, named after this process; siblings of dead processes are removed first."""
     prefix = f".{target.name}.tmp-"
-    for old in target.parent.glob(f"{glob_escape(prefix)}*"):
+    for old in target.parent.glob(f"{glob.escape(prefix)}*"):
         owner = old.name.removeprefix(prefix)
         if not owner.isdigit() or not _alive(int(owner)) or int(owner) == os.getpid():
             shutil.rmtree(old, ignore_errors=True)
@@ -80,11 +82,20 @@ def temporary_sibling(target: Path) -> Path:
     return folder
 
 
-def glob_escape(text: str) -> str:
-    """Escape what glob would read as a pattern."""
-    import glob
-
-    return glob.escape(text)
+@contextmanager
+def scratch_folder(base: Path) -> Iterator[Path]:
+    """A new folder below `base/work`, removed on leaving; those of dead processes are removed first."""
+    work = base / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    for old in work.iterdir():
+        owner = old.name.partition("-")[0]
+        if owner.isdigit() and not _alive(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=work))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:

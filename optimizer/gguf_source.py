@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from ..runtime.open import quiet_transformers
 from .errors import MissingDependency, RunError
 from .files import fsync_tree, replace_folder, require_space, temporary_sibling
 
@@ -43,7 +44,8 @@ def convert(file: Path, folder: Path) -> Path:
     require_space(folder, 5 * file.stat().st_size, "Converting the GGUF file")
     temporary = temporary_sibling(folder)
     try:
-        _convert(file, temporary)
+        with quiet_transformers():
+            _convert(file, temporary)
         fsync_tree(temporary)
         replace_folder(temporary, folder)
     except BaseException:

@@ -1,1 +1,22 @@
 """Passes: each rewrites weights, the runtime specification, or both."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_CLASSES = {"Draft": "draft", "FlashAttention": "attention", "KVCache": "kv_cache", "Quantize": "quantize"}
+
+__all__ = sorted(_CLASSES)
+
+if TYPE_CHECKING:
+    from .attention import FlashAttention
+    from .draft import Draft
+    from .kv_cache import KVCache
+    from .quantize import Quantize
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLASSES:
+        return getattr(import_module(f".{_CLASSES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,66 @@
+"""The default exporter: a plain Hugging Face folder that transformers, vLLM and others open with no llmopt installed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from ..optimizer.base import Context, Exporter, Options
+from ..optimizer.errors import RunError
+
+if TYPE_CHECKING:
+    from ..optimizer.model import LoadedModel
+
+CARRIED = ("*.py", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Files of the source that transformers' own saving may leave out."""
+
+
+class HuggingFaceExporter(Exporter):
+    """safetensors weights (quantized ones as compressed-tensors `pack-quantized`), config, tokenizer, chat template."""
+
+    name = "huggingface"
+
+    class Config(Options):
+        max_shard_size: str = Field(
+            "5GB", pattern=r"^\d+(\.\d+)?\s*[KMG]i?B$", description="Greatest size of one weight file, such as 5GB."
+        )
+
+    def export(self, model: LoadedModel, directory: Path, context: Context) -> dict[str, Any]:
+        """Write the folder. Raises RunError where a file that the model needs could not be written."""
+        from .compressed_tensors import packed_modules, quantization_config
+
+        module = model.module
+        quantization = quantization_config(module)
+        if quantization is not None:
+            module.config.quantization_config = quantization
+        module.config.use_cache = True
+        module.save_pretrained(directory, max_shard_size=self.config.max_shard_size)
+        model.tokenizer.save_pretrained(directory)
+        model.generation_config.save_pretrained(directory)
+        for pattern in CARRIED:
+            for file in model.source.folder.glob(pattern):
+                if file.is_file() and not (directory / file.name).exists():
+                    shutil.copy2(file, directory / file.name)
+        _require_files(model, directory)
+        return {
+            "name": self.name,
+            "config": self.config.model_dump(mode="json"),
+            "format": quantization["format"] if quantization else str(module.dtype).removeprefix("torch."),
+            "quantized_modules": sum(1 for _ in packed_modules(module)),
+        }
+
+
+def _require_files(model: LoadedModel, directory: Path) -> None:
+    needed = ["config.json", "generation_config.json", "tokenizer_config.json"]
+    missing = [name for name in needed if not (directory / name).is_file()]
+    if not any(directory.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if model.tokenizer.chat_template and not (directory / "chat_template.jinja").is_file():
+        config = directory / "tokenizer_config.json"
+        if not config.is_file() or '"chat_template"' not in config.read_text(encoding="utf-8"):
+            missing.append("chat_template.jinja")
+    if missing:
+        raise RunError(f"the export lacks {', '.join(missing)}", model.source.id, "Report this as a bug in llmopt")

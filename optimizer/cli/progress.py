@@ -1,0 +1,113 @@
+"""Renders a run's events: progress bars with ETA on a terminal, plain lines when piped, JSON lines for scripts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..events import Event, Listener, json_lines, silent
+
+TITLES = {
+    "load": "loading the source",
+    "reference": "measuring the source",
+    "huggingface": "writing the artifact",
+    "prove": "reopening it in a fresh process and measuring it",
+    "attribution": "finding the layers that hurt",
+}
+
+
+@contextmanager
+def listener(log: str) -> Iterator[Listener]:
+    """A listener for `log`: "rich" (bars on a terminal), "plain", "json" or "none"; all write to standard error."""
+    if log == "json":
+        yield json_lines()
+    elif log == "none":
+        yield silent
+    elif log == "rich" and sys.stderr.isatty():
+        with RichListener() as rich:
+            yield rich
+    else:
+        yield PlainListener()
+
+
+def duration(seconds: float) -> str:
+    """`8.4 s`, `2 min 05 s`, `1 h 12 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class PlainListener:
+    """One line a stage and a note, and a line of progress every few seconds."""
+
+    interval = 5.0
+
+    def __init__(self) -> None:
+        self.started = self.shown = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        now = time.monotonic()
+        title = TITLES.get(event.stage, event.stage)
+        if event.kind == "stage_started":
+            self.started = self.shown = now
+            self._print(f"{title} …")
+        elif event.kind == "stage_finished":
+            took = duration(event.data["seconds"]) if "seconds" in event.data else event.message
+            self._print(f"{title}: done ({took})")
+        elif event.kind == "note":
+            self._print(f"{title}: {event.data.get('note', 'note')}: {event.message}")
+        elif event.kind == "progress" and event.step and event.total and now - self.shown >= self.interval:
+            self.shown = now
+            left = (now - self.started) / event.step * (event.total - event.step)
+            self._print(f"  {title} {event.step}/{event.total}, {duration(left)} left. {event.message}".rstrip())
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class RichListener:
+    """A bar for the stage that runs, with the time left after its first step; finished stages become lines."""
+
+    def __enter__(self) -> RichListener:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self.console = Console(stderr=True)
+        columns = [
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+        ]
+        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.progress.start()
+        self.task = None
+        self.started = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        title = TITLES.get(event.stage, event.stage)
+        if event.kind == "stage_started":
+            self.started = time.monotonic()
+            self.task = self.progress.add_task(title, total=None, left="")
+        elif event.kind == "progress" and self.task is not None and event.step and event.total:
+            left = (time.monotonic() - self.started) / event.step * (event.total - event.step)
+            text = f"{duration(left)} left  {event.message}"
+            self.progress.update(self.task, completed=event.step, total=event.total, left=text)
+        elif event.kind == "stage_finished":
+            if self.task is not None:
+                self.progress.remove_task(self.task)
+                self.task = None
+            took = duration(event.data["seconds"]) if "seconds" in event.data else event.message
+            self.console.print(f"[green]✓[/] {title} [dim]{took}[/]")
+        elif event.kind == "note":
+            style = "yellow" if event.data.get("note") == "fallback" else "dim"
+            self.console.print(f"[{style}]  {title}: {event.data.get('note', 'note')}: {event.message}[/]")
