@@ -1,0 +1,5 @@
+"""Weight quantization: the `quantize` pass and the parts it is made of."""
+
+from .quantize import Quantize
+
+__all__ = ["Quantize"]

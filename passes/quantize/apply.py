@@ -1,0 +1,75 @@
+"""Putting a quantized weight into the model, checked, and its line in the pass report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...optimizer.errors import RunError
+from ...runtime.kernels.packed import PackedLinear
+from .rtn import Quantized, quantize_rtn
+from .targets import Target
+
+
+def check_weight(name: str, linear: nn.Module) -> None:
+    """Raise RunError where the weight has a NaN or an infinity."""
+    if not bool(torch.isfinite(linear.weight).all()):
+        raise RunError("the weight has NaN or infinite values", where=name, what_to_do="Check the weight file.")
+
+
+def replace_linear(model: nn.Module, target: Target, quantized: Quantized) -> PackedLinear:
+    """Put a PackedLinear in the place of the target's linear layer. Raises RunError where a scale is not finite."""
+    if not bool(torch.isfinite(quantized.scales).all()):
+        raise RunError(
+            f"a scale is not finite in {quantized.scales.dtype}",
+            where=target.name,
+            what_to_do="Skip this module by `ignore`, or load the model in a wider dtype.",
+        )
+    linear = model.get_submodule(target.name)
+    packed = PackedLinear.from_linear(linear, quantized.codes, quantized.scales, quantized.zeros, target.scheme)
+    packed.train(linear.training)
+    model.set_submodule(target.name, packed)
+    return packed
+
+
+def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str, Any]:
+    """Quantize one module by rounding to nearest and return its line of the report."""
+    linear = model.get_submodule(target.name)
+    check_weight(target.name, linear)
+    weight = linear.weight.detach()
+    quantized = quantize_rtn(weight, target.scheme, weight.dtype, search_steps)
+    packed = replace_linear(model, target, quantized)
+    values = weight.float()
+    error = relative_error(values, quantized.dequantize(target.scheme.bits), None)
+    return report_line(target, packed, error=error, weighted=False)
+
+
+def relative_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor | None) -> float:
+    """`tr(E H E^T) / tr(W H W^T)` of E = W - rounded, float32 [N, K]; without a Hessian the identity stands for H."""
+    error = weight - rounded
+
+    def energy(matrix: torch.Tensor) -> float:
+        weighted = matrix if hessian is None else matrix @ hessian
+        return float(torch.sum(weighted * matrix, dtype=torch.float64))
+
+    total = energy(weight)
+    return energy(error) / total if total > 0 else 0.0
+
+
+def report_line(target: Target, packed: PackedLinear, **measured: Any) -> dict[str, Any]:
+    """One module's entry in the pass report: its scheme, bytes, scale range and what was measured."""
+    scales = packed.weight_scale.detach().float().abs()
+    scheme = target.scheme
+    return {
+        "name": target.name,
+        "method": target.method,
+        "bits": scheme.bits,
+        "group_size": scheme.group_size,
+        "symmetric": scheme.symmetric,
+        "bytes": packed.packed_nbytes,
+        "scale_min": float(scales.min()),
+        "scale_max": float(scales.max()),
+        **measured,
+    }

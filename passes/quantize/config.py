@@ -1,0 +1,109 @@
+"""The options of the `quantize` pass. Their descriptions are the documentation that `llmopt passes quantize` prints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from ...optimizer.base import Options
+
+Method = Literal["rtn", "gptq"]
+
+
+def _check_group_size(value: object) -> object:
+    """-1 for `"channel"`; raises ValueError where a number is neither -1 nor a positive multiple of 8."""
+    if value == "channel":
+        return -1
+    if isinstance(value, int) and not isinstance(value, bool) and value != -1 and (value < 8 or value % 8):
+        raise ValueError(f"group_size must be a positive multiple of 8, or -1 or 'channel', not {value}")
+    return value
+
+
+class Override(Options):
+    """Settings of the modules that one pattern matches; what is not given is as in the main options."""
+
+    method: Method | None = Field(None, description="As the main option, for these modules.")
+    bits: int | None = Field(None, ge=2, le=8, description="As the main option, for these modules.")
+    group_size: int | None = Field(None, description="As the main option, for these modules.")
+    symmetric: bool | None = Field(None, description="As the main option, for these modules.")
+    skip: bool = Field(False, description="Leave these modules as they are.")
+
+    _group_size = field_validator("group_size", mode="before")(_check_group_size)
+
+
+class Config(Options):
+    """Weight-only quantization of linear layers to integers of 2 to 8 bits with a scale per group of input columns."""
+
+    method: Method = Field(
+        "rtn",
+        description="`rtn` rounds each weight to the nearest code and needs no data; `gptq` also corrects the weights "
+        "not yet rounded for the error made so far, on calibration text (Frantar et al. 2022).",
+    )
+    bits: int = Field(4, ge=2, le=8, description="Bits of a code.")
+    group_size: int = Field(
+        64,
+        description="Input columns that share a scale: a multiple of 8, or -1 (`channel`) for one scale per output "
+        "channel. Smaller groups are more exact and larger.",
+    )
+    symmetric: bool = Field(
+        True,
+        description="Whether codes are symmetric around zero. An asymmetric grid also stores a zero point of `bits` "
+        "bits for each group, and is more exact.",
+    )
+    ignore: list[str] = Field(
+        default_factory=list,
+        description="Modules to leave as they are: globs such as `*.mlp.*`, or `re:` and a regular expression, on full "
+        "module names. A pattern that matches nothing is an error.",
+    )
+    overrides: dict[str, Override] = Field(
+        default_factory=dict,
+        description="Other settings by module pattern: any of `bits`, `group_size`, `symmetric`, `method`, `skip`. "
+        "Where several patterns match a module, the later one wins, setting by setting.",
+    )
+    lm_head: Literal["keep", "quantize"] = Field(
+        "keep", description="Whether the output head is quantized. It is left as it is unless asked for."
+    )
+    untie: bool = Field(
+        False,
+        description="Let `lm_head: quantize` give a head that is tied to the input embeddings a packed copy of its "
+        "own. The embeddings stay, so that the model grows by the size of that copy.",
+    )
+    indivisible: Literal["error", "smaller_group"] = Field(
+        "error",
+        description="What to do with layers whose input features the group size does not divide: refuse, or take for "
+        "each of them the largest multiple of 8 below the group size that does, which is reported.",
+    )
+    scale_search: int = Field(
+        20,
+        ge=0,
+        le=200,
+        description="Narrower ranges tried for each group; the one with the least squared error wins (weighted by the "
+        "squared inputs where there is calibration). 0 or 1 takes the full range.",
+    )
+    desc_act: bool = Field(
+        True, description="gptq: round the columns with the largest inputs first (activation order)."
+    )
+    static_groups: bool = Field(
+        True,
+        description="gptq: fix all scales before the first column is rounded, so that activation order leaves columns "
+        "in their plain groups. compressed-tensors cannot store activation order without it.",
+    )
+    damping: float = Field(
+        0.01,
+        gt=0,
+        le=1,
+        description="gptq: share of the Hessian's mean diagonal that is added to it. Raised by a layer that does not "
+        "factorize, up to 1, and reported; beyond that the run fails.",
+    )
+    block_size: int = Field(64, ge=8, le=1024, description="gptq: columns rounded between two updates of the rest.")
+    true_sequential: bool = Field(
+        False,
+        description="gptq: calibrate the layers inside a block one after another, each on the quantized output of "
+        "those before. Slower by about a half.",
+    )
+    batch_tokens: int = Field(
+        4096, ge=1, description="gptq: calibration tokens that run through a block at once, at least one sequence."
+    )
+
+    _group_size = field_validator("group_size", mode="before")(_check_group_size)

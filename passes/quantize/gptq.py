@@ -1,0 +1,195 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): rounding that lets later columns make up for the error of earlier ones.
+
+For a layer with inputs x the quadratic loss of a weight change E is `tr(E H E^T)` with the Hessian `H = mean(x x^T)`.
+Columns are rounded one at a time; after each the columns not yet rounded move to the minimum of the loss given the
+columns fixed so far. With U the upper triangular factor of `H^-1 = U^T U` the step for column i is
+`e = (w_i - q_i) / U_ii` and `w_j -= U_ij e` for all j > i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from ...runtime.kernels.packed import QuantScheme
+from .grid import minmax_grid, search_grid, to_groups
+from .rtn import Quantized
+
+DAMPING_FACTOR = 2.0
+MAX_DAMPING = 1.0
+
+
+class NotPositiveDefinite(ArithmeticError):
+    """The Hessian does not factorize, even with the largest damping."""
+
+
+@dataclass(frozen=True)
+class GPTQResult:
+    """quantized: the codes and grids; damping: the share of the mean diagonal used; dead: columns without inputs."""
+
+    quantized: Quantized
+    damping: float
+    dead: int
+
+
+def quantize_gptq(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    *,
+    desc_act: bool = True,
+    static_groups: bool = True,
+    damping: float = 0.01,
+    search_steps: int = 20,
+    block_size: int = 64,
+) -> GPTQResult:
+    """Quantize `weight` [N, K] (any floating dtype) given `hessian` float32 [K, K]; scales are stored in `dtype`.
+
+    Columns whose inputs were always zero are rounded to nearest and affect no other. Rows are independent: layers with
+    the same inputs may be stacked. Raises NotPositiveDefinite, and ValueError where the group size does not divide K or
+    activation order is asked for without static groups.
+    """
+    if desc_act and not static_groups:
+        raise ValueError("activation order needs static groups")
+    columns = weight.shape[1]
+    num_groups = scheme.num_groups(columns)
+    size = columns // num_groups
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+
+    work = weight.float().t().contiguous()
+    order = torch.argsort(diagonal, descending=True, stable=True) if desc_act else None
+    factor, used = inverse_factor(hessian, dead, damping, order)
+    grid = _Grid(scheme, dtype, num_groups, weight.shape[0], diagonal, search_steps, weight.device)
+    if static_groups:
+        grid.fit(range(num_groups), work)
+    if order is not None:
+        work = work[order]
+    group_list = [column // size for column in (range(columns) if order is None else order.tolist())]
+
+    codes = torch.empty_like(work, dtype=torch.uint8)
+    for start, stop in _blocks(columns, block_size, None if static_groups else size):
+        if not static_groups and start % size == 0:
+            grid.fit([start // size], work)
+        _round_block(work, factor, grid, group_list, codes, start, stop)
+    if order is not None:
+        restored = torch.empty_like(codes)
+        restored[order] = codes
+        codes = restored
+    quantized = Quantized(codes.t().contiguous(), *grid.result())
+    return GPTQResult(quantized, used, int(dead.sum()))
+
+
+def inverse_factor(
+    hessian: torch.Tensor, dead: torch.Tensor, damping: float, order: torch.Tensor | None = None
+) -> tuple[torch.Tensor, float]:
+    """The upper triangular U, float32 [K, K], with `U^T U` the inverse of the damped Hessian, and the damping used.
+
+    damping: share of the mean diagonal that is added; doubled until the Cholesky factorization succeeds. dead: bool
+    [K], columns that get that mean as their diagonal. order: a permutation applied first.
+    Raises NotPositiveDefinite where damping above 1 would be needed.
+    """
+    mean = hessian.diagonal().mean()
+    matrix = hessian.clone()
+    diagonal = matrix.diagonal()
+    diagonal[dead] = mean if float(mean) > 0 else 1.0
+    unit = torch.where(mean > 0, mean, torch.ones_like(mean))
+    if order is not None:
+        matrix = matrix[order][:, order]
+    # Reversing rows and columns turns the factor of H into that of its inverse: no explicit inverse is formed.
+    matrix = matrix.flip(0, 1)
+    diagonal = matrix.diagonal()
+    base = diagonal.clone()
+    while damping <= MAX_DAMPING:
+        diagonal.copy_(base + damping * unit)
+        lower, info = torch.linalg.cholesky_ex(matrix)
+        if int(info) == 0:
+            identity = torch.eye(len(base), dtype=lower.dtype, device=lower.device)
+            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+            if bool(torch.isfinite(inverse).all()):
+                return inverse.flip(0, 1).contiguous(), damping
+        damping *= DAMPING_FACTOR
+    raise NotPositiveDefinite("the Hessian is not positive definite")
+
+
+class _Grid:
+    """Scales and zero points of all groups, kept with groups first so that a group's row is contiguous."""
+
+    def __init__(
+        self,
+        scheme: QuantScheme,
+        dtype: torch.dtype,
+        num_groups: int,
+        rows: int,
+        importance: torch.Tensor,
+        search_steps: int,
+        device: torch.device,
+    ) -> None:
+        self.scheme, self.dtype, self.search_steps = scheme, dtype, search_steps
+        self.importance = importance.view(num_groups, -1)
+        self.scales = torch.ones(num_groups, rows, device=device)
+        middle = float(2 ** (scheme.bits - 1))
+        self.zeros = torch.full((1 if scheme.symmetric else num_groups, rows), middle, device=device)
+        self.top = float(2**scheme.bits - 1)
+
+    def fit(self, groups: range | list[int], work: torch.Tensor) -> None:
+        """Choose the grids of `groups` for the current weights `work` [K, N], columns in plain order."""
+        index = list(groups)
+        size = self.importance.shape[1]
+        part = work[index[0] * size : (index[-1] + 1) * size]
+        values = to_groups(part.t(), len(index))
+        bits, symmetric = self.scheme.bits, self.scheme.symmetric
+        if self.search_steps > 1:
+            chosen = self.importance[index[0] : index[-1] + 1]
+            scales, zeros = search_grid(values, bits, symmetric, self.dtype, chosen, self.search_steps)
+        else:
+            scales, zeros = minmax_grid(values, bits, symmetric, self.dtype)
+        self.scales[index[0] : index[-1] + 1] = scales.t()
+        if zeros is not None:
+            self.zeros[index[0] : index[-1] + 1] = zeros.t().float()
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales in the stored dtype [N, G] and zero points uint8 [N, G] or None."""
+        zeros = None if self.scheme.symmetric else self.zeros.t().to(torch.uint8).contiguous()
+        return self.scales.t().to(self.dtype).contiguous(), zeros
+
+
+def _blocks(columns: int, block_size: int, group_size: int | None) -> list[tuple[int, int]]:
+    """Ranges of at most `block_size` columns that do not cross a group of `group_size` columns."""
+    edges = {*range(0, columns, block_size), columns}
+    if group_size is not None:
+        edges.update(range(0, columns, group_size))
+    return list(pairwise(sorted(edges)))
+
+
+def _round_block(
+    work: torch.Tensor,
+    factor: torch.Tensor,
+    grid: _Grid,
+    group_list: list[int],
+    codes: torch.Tensor,
+    start: int,
+    stop: int,
+) -> None:
+    """Round columns start … stop - 1 of `work` [K, N] into `codes`, then correct all later columns at once."""
+    errors = torch.empty(stop - start, work.shape[1], dtype=work.dtype, device=work.device)
+    rounded = torch.empty_like(errors)
+    inner = factor[start:stop, start:stop]
+    steps = inner.diagonal().tolist()
+    by_column = inner.t().contiguous()
+    single_zero = grid.zeros.shape[0] == 1
+    for i in range(stop - start):
+        group = group_list[start + i]
+        scale, zero = grid.scales[group], grid.zeros[0 if single_zero else group]
+        column = work[start + i]
+        if i:
+            column = torch.addmv(column, errors[:i].t(), by_column[i, :i], alpha=-1)
+        code = torch.div(column, scale, out=rounded[i]).round_().add_(zero).clamp_(0.0, grid.top)
+        torch.sub(code, zero, out=errors[i]).mul_(scale)
+        torch.sub(column, errors[i], out=errors[i]).div_(steps[i])
+    codes[start:stop] = rounded
+    if stop < work.shape[0]:
+        work[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)

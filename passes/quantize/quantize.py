@@ -1,0 +1,200 @@
+"""The `quantize` pass: plan, run, restore. Numerics, block-wise driver and format live in their own files."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...optimizer.base import Context, ModulePlan, Pass, PassReport, PlanItem
+from ...optimizer.errors import RunError
+from .config import Config as QuantizeConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...optimizer.model import LoadedModel, ModelInfo
+    from .targets import Target, Targets
+
+ASSUMED_TOKENS = 32 * 512
+"""Calibration tokens that a plan's figures for `gptq` assume; the calibration text is not read for a plan."""
+
+
+class Quantize(Pass):
+    """Weight-only quantization of the linear layers, packed as compressed-tensors stores them."""
+
+    name = "quantize"
+    version = "1"
+    provides: ClassVar[frozenset[str]] = frozenset({"quantized_weights"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"quantized_weights"})
+    Config = QuantizeConfig
+    config: QuantizeConfig
+
+    def plan(self, info: ModelInfo) -> PlanItem:
+        """Modules, bytes and refusals from the headers. Raises UsageError where a pattern matches no module."""
+        from .targets import resolve
+
+        targets = resolve(self.config, info)
+        modules = [_module_plan(target, info) for target in targets.modules]
+        item = PlanItem(
+            summary=_summary(targets),
+            modules=modules,
+            refusals=list(targets.refusals),
+            notes=list(targets.notes),
+            peak_memory=_peak_memory(targets, info),
+            seconds=_seconds(targets, self.config.scale_search),
+        )
+        if any(target.method == "gptq" for target in targets.modules):
+            item.notes.append(f"memory and time assume {ASSUMED_TOKENS} calibration tokens")
+        return item
+
+    def run(self, model: LoadedModel, context: Context) -> PassReport:
+        """Replace the planned modules by packed ones and check that counts and bytes came out as planned.
+
+        Raises UsageError as `plan` does; RunError on NaN or infinite weights or activations, an empty calibration
+        text, a Hessian that does not factorize, and wherever the result differs from the plan.
+        """
+        from .targets import resolve
+
+        targets = resolve(self.config, context.info)
+        if targets.refusals:
+            raise RunError(targets.refusals[0], where=self.name)
+        for target in targets.smaller_groups:
+            context.note("fallback", next(n for n in targets.notes if n.startswith(f"{target.name}:")))
+        started = time.perf_counter()
+        untied = [target.name for target in targets.modules if target.untied]
+        layers = _quantize(model.module, targets.modules, self.config, context)
+        if untied:
+            _untie(model.module)
+        order = {target.name: i for i, target in enumerate(targets.modules)}
+        layers.sort(key=lambda line: order[line["name"]])
+        before, after = _check(model.module, targets.modules, context.info)
+        return PassReport(
+            summary=_summary(targets),
+            details={
+                "modules": len(targets.modules),
+                "skipped": targets.skipped,
+                "bytes_before": before,
+                "bytes_after": after,
+                "untied": untied,
+                "seconds": round(time.perf_counter() - started, 2),
+            },
+            layers=layers,
+        )
+
+    def restore(self, model: LoadedModel, report: PassReport) -> None:
+        """Replace the modules that the report lists by empty packed ones, on whatever device the model is."""
+        from ...runtime.kernels.packed import PackedLinear, QuantScheme
+
+        for line in report.layers:
+            linear = model.module.get_submodule(line["name"])
+            layer = PackedLinear.empty(
+                linear.in_features,
+                linear.out_features,
+                QuantScheme(line["bits"], line["group_size"], line["symmetric"]),
+                bias=linear.bias is not None,
+                dtype=linear.weight.dtype,
+                device=linear.weight.device,
+            )
+            model.module.set_submodule(line["name"], layer.train(linear.training))
+        if report.details.get("untied"):
+            _untie(model.module)
+
+
+def _quantize(
+    module: nn.Module, targets: list[Target], config: QuantizeConfig, context: Context
+) -> list[dict[str, Any]]:
+    """Quantize all targets; those outside the calibrated blocks, or all where none needs data, one by one."""
+    import torch
+
+    from .apply import rtn_module
+
+    with torch.no_grad():
+        if any(target.method == "gptq" for target in targets):
+            from .driver import quantize_blocks
+
+            return quantize_blocks(module, targets, config, context)
+        layers = []
+        for step, target in enumerate(targets, start=1):
+            layers.append(rtn_module(module, target, config.scale_search))
+            context.progress(step, len(targets), target.name, error=layers[-1]["error"])
+        return layers
+
+
+def _untie(module: nn.Module) -> None:
+    """Let the configuration say that the head has a weight of its own."""
+    for config in {id(c): c for c in (module.config, module.config.get_text_config())}.values():
+        config.tie_word_embeddings = False
+
+
+def _module_plan(target: Target, info: ModelInfo) -> ModulePlan:
+    scheme = target.scheme
+    group = "channel" if scheme.group_size == -1 else f"group {scheme.group_size}"
+    kind = "symmetric" if scheme.symmetric else "asymmetric"
+    return ModulePlan(
+        name=target.name,
+        action=f"{target.method} to {scheme.bits} bits, {group}, {kind}",
+        bytes_before=0 if target.untied else target.num_weights * info.dtype_bytes,
+        bytes_after=scheme.nbytes(target.out_features, target.in_features, info.dtype_bytes),
+    )
+
+
+def _summary(targets: Targets) -> str:
+    if targets.refusals:
+        return "cannot quantize this model as asked"
+    kinds: dict[str, int] = {}
+    for target in targets.modules:
+        scheme = target.scheme
+        group = "channel" if scheme.group_size == -1 else f"g{scheme.group_size}"
+        kind = "sym" if scheme.symmetric else "asym"
+        label = f"{target.method} W{scheme.bits} {group} {kind}"
+        kinds[label] = kinds.get(label, 0) + 1
+    return ", ".join(f"{count} linear layers to {label}" for label, count in kinds.items())
+
+
+def _check(module: nn.Module, targets: list[Target], info: ModelInfo) -> tuple[int, int]:
+    """Bytes of the planned modules before and after. Raises RunError where the model is not as planned."""
+    from ...runtime.kernels.packed import PackedLinear
+
+    packed = {name: m for name, m in module.named_modules() if isinstance(m, PackedLinear)}
+    expected = {target.name for target in targets}
+    if set(packed) != expected:
+        odd = sorted(set(packed) ^ expected)
+        raise RunError(f"{len(packed)} modules are packed, {len(expected)} were planned", where=odd[0])
+    dtype_bytes = next(iter(packed.values())).weight_scale.element_size()
+    for target in targets:
+        planned = target.scheme.nbytes(target.out_features, target.in_features, dtype_bytes)
+        if packed[target.name].packed_nbytes != planned:
+            raise RunError(
+                f"the packed weight takes {packed[target.name].packed_nbytes} bytes, {planned} were planned",
+                where=target.name,
+            )
+    before = sum(_module_plan(target, info).bytes_before for target in targets)
+    return before, sum(m.packed_nbytes for m in packed.values())
+
+
+def _peak_memory(targets: Targets, info: ModelInfo) -> int:
+    """Bytes on top of the model: work copies of the widest layer; with gptq also Hessians and activations."""
+    if not targets.modules:
+        return 0
+    widest = max(target.num_weights for target in targets.modules)
+    peak = widest * 4 * 6
+    inputs = {target.in_features for target in targets.modules if target.method == "gptq"}
+    if inputs:
+        hidden = info.config.get_text_config().hidden_size
+        peak += sum(2 * k * k * 4 for k in inputs) + 3 * max(inputs) ** 2 * 4
+        peak += ASSUMED_TOKENS * hidden * info.dtype_bytes * 2
+    return peak
+
+
+def _seconds(targets: Targets, search_steps: int) -> float:
+    """Rough time from rates measured on two cores of a server CPU, scaled by the cores of this one."""
+    speedup = max(1, os.cpu_count() or 1) / 2
+    weights = sum(target.num_weights for target in targets.modules)
+    seconds = weights * 1e-8 + weights * search_steps * 2.5e-9
+    for target in targets.modules:
+        if target.method == "gptq":
+            flops = ASSUMED_TOKENS * (target.num_weights * 4 + target.in_features**2)
+            flops += target.num_weights * target.in_features * 4
+            seconds += flops / 2e11 + target.in_features * 1e-5
+    return seconds / speedup

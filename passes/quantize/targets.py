@@ -1,0 +1,163 @@
+"""Which modules are quantized and how, decided from the configuration and the model's description alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.kernels.packed import QuantScheme
+from .patterns import select
+
+if TYPE_CHECKING:
+    from ...optimizer.model import ModelInfo
+    from .config import Config, Override
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module to quantize. `asked_group_size` differs from the scheme's where the policy made the group smaller."""
+
+    name: str
+    out_features: int
+    in_features: int
+    scheme: QuantScheme
+    method: str
+    asked_group_size: int
+    untied: bool = False
+
+    @property
+    def num_weights(self) -> int:
+        return self.out_features * self.in_features
+
+
+@dataclass
+class Targets:
+    """What the configuration comes to for one model."""
+
+    modules: list[Target] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def smaller_groups(self) -> list[Target]:
+        return [t for t in self.modules if t.scheme.group_size != t.asked_group_size]
+
+
+def resolve(config: Config, info: ModelInfo) -> Targets:
+    """Apply ignore, overrides, head and group-size policy to every nn.Linear of the model.
+
+    Raises UsageError where a pattern matches nothing; everything else that stands in the way becomes a refusal.
+    """
+    shapes, head = info.linear_shapes, info.output_embedding_name
+    out = Targets()
+    if not _source_can_be_quantized(info, out):
+        return out
+    names = list(shapes)
+    ignored = {name for pattern in config.ignore for name in select(pattern, names, "quantize.ignore")}
+    overrides: dict[str, list[Override]] = {}
+    for pattern, override in config.overrides.items():
+        for name in select(pattern, names, "quantize.overrides"):
+            overrides.setdefault(name, []).append(override)
+
+    indivisible: list[str] = []
+    for name, (rows, columns) in shapes.items():
+        settings = _settings(config, overrides.get(name, []))
+        if name in ignored or settings["skip"]:
+            out.skipped.append(name)
+            continue
+        untied = False
+        if name == head:
+            if config.lm_head == "keep":
+                out.skipped.append(name)
+                continue
+            if _is_tied(info, name):
+                untied = config.untie
+                if not untied:
+                    out.refusals.append(
+                        f"{name} is tied to the input embeddings, which stay as they are, so it cannot be quantized "
+                        "alone: set `untie: true` to store a packed copy of it, or `lm_head: keep`"
+                    )
+                    continue
+        asked = settings["group_size"]
+        group_size = asked
+        if asked != -1 and columns % asked:
+            smaller = _largest_divisor(columns, asked)
+            if config.indivisible == "error" or smaller is None:
+                indivisible.append(f"{name} ({columns} input features, group size {asked})")
+                continue
+            group_size = smaller
+        scheme = QuantScheme(settings["bits"], group_size, settings["symmetric"])
+        out.modules.append(Target(name, rows, columns, scheme, settings["method"], asked, untied))
+
+    if indivisible:
+        out.refusals.append(
+            f"the group size does not divide the input features of {len(indivisible)} modules: "
+            f"{', '.join(indivisible)}. Set a group size that divides them, `indivisible: smaller_group`, or ignore these modules"
+        )
+    schemes = {t.scheme for t in out.modules}
+    if len(schemes) > 1 and not all(scheme.symmetric for scheme in schemes):
+        out.refusals.append(
+            f"{len(schemes)} different schemes, an asymmetric one among them: transformers loads an asymmetric "
+            "model only if all its modules share one scheme. Use one scheme, or set `symmetric: true` for all"
+        )
+    if config.desc_act and not config.static_groups and any(t.method == "gptq" for t in out.modules):
+        out.refusals.append(
+            "activation order without static groups needs a group index per column, which compressed-tensors no longer "
+            "stores: set `static_groups: true`, or `desc_act: false`"
+        )
+    if not out.modules and not out.refusals:
+        out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")
+    _add_notes(out)
+    return out
+
+
+def _source_can_be_quantized(info: ModelInfo, out: Targets) -> bool:
+    """Refuse sources that are quantized already, or whose layers compressed-tensors cannot express."""
+    quantization = getattr(info.config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        out.refusals.append(f"the source is quantized already ({method}): start from the model it was made of")
+        return False
+    conv = [n for n, m in info.skeleton.named_modules() if type(m).__name__ == "Conv1D" and hasattr(m, "nf")]
+    if conv:
+        out.refusals.append(
+            f"{len(conv)} of the model's layers are Conv1D ({conv[0]} …), whose transposed weights the "
+            "compressed-tensors format cannot express: this architecture cannot be quantized"
+        )
+        return False
+    return True
+
+
+def _settings(config: Config, overrides: list[Override]) -> dict[str, Any]:
+    keys = ("method", "bits", "group_size", "symmetric")
+    settings: dict[str, Any] = {key: getattr(config, key) for key in keys} | {"skip": False}
+    for override in overrides:
+        settings.update({key: value for key in keys if (value := getattr(override, key)) is not None})
+        settings["skip"] = override.skip
+    return settings
+
+
+def _is_tied(info: ModelInfo, head: str) -> bool:
+    return info.skeleton.get_submodule(head).weight is info.skeleton.get_input_embeddings().weight
+
+
+def _largest_divisor(columns: int, group_size: int) -> int | None:
+    """The largest multiple of 8 not above `group_size` that divides `columns`."""
+    return next((size for size in range(group_size // 8 * 8, 0, -8) if columns % size == 0), None)
+
+
+def _add_notes(out: Targets) -> None:
+    for target in out.smaller_groups:
+        out.notes.append(
+            f"{target.name}: group size {target.scheme.group_size} instead of {target.asked_group_size}, which "
+            f"does not divide {target.in_features} input features"
+        )
+    odd = sorted({t.scheme.bits for t in out.modules} - {2, 4, 8})
+    if odd:
+        out.notes.append(
+            f"{', '.join(map(str, odd))}-bit codes are packed as compressed-tensors 0.18 and later read them; older "
+            "readers, vLLM releases among them, cannot"
+        )

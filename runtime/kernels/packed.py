@@ -1,0 +1,199 @@
+"""PackedLinear: a linear layer that keeps its weight as packed integer codes, exactly as the checkpoint stores it.
+
+Its state dict is the module's part of a compressed-tensors `pack-quantized` checkpoint:
+
+    weight_packed      int32 [N, ceil(K * bits / 32)]   unsigned codes, see bitpack.py
+    weight_scale       model dtype [N, G]               G = K / group_size, or 1 per output channel
+    weight_zero_point  int32 [ceil(N * bits / 32), G]   asymmetric schemes only; unsigned codes packed along N
+    weight_g_idx       int32 [K]                        group of each column; only in old activation-ordered files
+    weight_shape       int64 [2]                        (N, K)
+    bias               model dtype [N]                  where the layer has one
+
+A weight is `(code - zero) * scale`, both steps rounded to the scale's dtype; without zero points `zero` is
+`2**(bits - 1)`. This is the arithmetic of compressed-tensors' decompression, so that a layer computes what plain
+transformers computes from the same folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .bitpack import pack_rows, packed_words, unpack_rows
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """The grid of one weight: `bits` per code, `group_size` input columns per scale (-1: one group per output)."""
+
+    bits: int
+    group_size: int = -1
+    symmetric: bool = True
+    g_idx: bool = False
+    """Columns carry their group's number (activation order without static groups); read, never written."""
+
+    def num_groups(self, in_features: int) -> int:
+        """Scales per output row. Raises ValueError where the group size does not divide `in_features`."""
+        if self.group_size == -1:
+            return 1
+        if self.group_size < 1 or in_features % self.group_size:
+            raise ValueError(f"group size {self.group_size} does not divide {in_features} input features")
+        return in_features // self.group_size
+
+    def columns_per_group(self, in_features: int) -> int:
+        return in_features // self.num_groups(in_features)
+
+    def nbytes(self, out_features: int, in_features: int, dtype_bytes: int) -> int:
+        """Bytes of a `[out_features, in_features]` weight's tensors in this scheme, without the bias."""
+        groups = self.num_groups(in_features)
+        size = out_features * packed_words(in_features, self.bits) * 4 + out_features * groups * dtype_bytes + 16
+        if not self.symmetric:
+            size += packed_words(out_features, self.bits) * groups * 4
+        return size + in_features * 4 if self.g_idx else size
+
+
+@dataclass(frozen=True)
+class QuantState:
+    """A layer's unpacked contents, for kernels that lay weights out anew.
+
+    codes: uint8 [N, K]; scales: the stored dtype [N, G]; zeros: uint8 [N, G], or None for `2**(bits - 1)` everywhere;
+    g_idx: int32 [K], or None where column k belongs to group `k // group_size`. group_size is never -1 here.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group_size: int
+    g_idx: torch.Tensor | None = None
+
+
+def dequantize_codes(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, g_idx: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`(code - zero) * scale` in the dtype of `scales`: codes uint8 [N, K], scales [N, G], zeros uint8 [N, G] or None.
+
+    Integers up to 255 are exact in every floating dtype used, so that only the product is rounded.
+    """
+    dtype, (rows, columns) = scales.dtype, codes.shape
+    if g_idx is not None:
+        index = g_idx.long()
+        offset = 2 ** (bits - 1) if zeros is None else zeros[:, index].to(dtype)
+        return (codes.to(dtype) - offset) * scales[:, index]
+    values = codes.to(dtype).view(rows, scales.shape[1], -1)
+    values -= 2 ** (bits - 1) if zeros is None else zeros.to(dtype).unsqueeze(-1)
+    values *= scales.unsqueeze(-1)
+    return values.view(rows, columns)
+
+
+class PackedLinear(nn.Module):
+    """`y = x W^T + b` with W kept packed. Make one with `from_linear`, or with `empty` to load a state dict into."""
+
+    def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+
+    @classmethod
+    def empty(
+        cls,
+        in_features: int,
+        out_features: int,
+        scheme: QuantScheme,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "meta",
+    ) -> PackedLinear:
+        """A layer with uninitialized tensors of the right shapes. Raises ValueError on an indivisible group size."""
+        layer = cls(in_features, out_features, scheme)
+        groups, bits = scheme.num_groups(in_features), scheme.bits
+
+        def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        layer.weight_packed = parameter(out_features, packed_words(in_features, bits), dtype=torch.int32)
+        layer.weight_scale = parameter(out_features, groups, dtype=dtype)
+        if not scheme.symmetric:
+            layer.weight_zero_point = parameter(packed_words(out_features, bits), groups, dtype=torch.int32)
+        if scheme.g_idx:
+            layer.weight_g_idx = parameter(in_features, dtype=torch.int32)
+        layer.weight_shape = parameter(2, dtype=torch.int64)
+        layer.bias = parameter(out_features, dtype=dtype) if bias else None
+        return layer
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        scheme: QuantScheme,
+    ) -> PackedLinear:
+        """Pack codes (uint8 [N, K]), scales (floating [N, G]) and zeros (uint8 [N, G]; None if symmetric).
+
+        The linear gives its shape and its bias. Raises ValueError where shapes or symmetry do not fit the scheme.
+        """
+        rows, columns = linear.out_features, linear.in_features
+        groups = scheme.num_groups(columns)
+        if tuple(codes.shape) != (rows, columns) or tuple(scales.shape) != (rows, groups):
+            raise ValueError(
+                f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not fit [{rows}, {columns}] "
+                f"in {groups} groups"
+            )
+        if scheme.symmetric != (zeros is None):
+            raise ValueError("zero points are for asymmetric schemes, and only for those")
+        layer = cls(columns, rows, scheme)
+
+        def parameter(tensor: torch.Tensor) -> nn.Parameter:
+            return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+        layer.weight_packed = parameter(pack_rows(codes, scheme.bits))
+        layer.weight_scale = parameter(scales)
+        if zeros is not None:
+            layer.weight_zero_point = parameter(pack_rows(zeros.t().contiguous(), scheme.bits).t())
+        layer.weight_shape = parameter(torch.tensor([rows, columns], dtype=torch.int64, device=codes.device))
+        layer.bias = None if linear.bias is None else parameter(linear.bias.detach())
+        return layer
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantized weight [N, K], computed anew at each access."""
+        return self.dequantize()
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes held for the weight, without the bias."""
+        return sum(p.nbytes for name, p in self.named_parameters(recurse=False) if name != "bias")
+
+    def quant_state(self) -> QuantState:
+        """Codes, scales and zero points, unpacked, for kernels that lay them out anew."""
+        zeros, bits = None, self.scheme.bits
+        if not self.scheme.symmetric:
+            zeros = unpack_rows(self.weight_zero_point.t(), bits, self.out_features).t().contiguous()
+        return QuantState(
+            codes=unpack_rows(self.weight_packed, bits, self.in_features),
+            scales=self.weight_scale.detach(),
+            zeros=zeros,
+            bits=bits,
+            group_size=self.scheme.columns_per_group(self.in_features),
+            g_idx=self.weight_g_idx if self.scheme.g_idx else None,
+        )
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight [N, K] in the scale's dtype, as compressed-tensors' decompression computes it."""
+        state = self.quant_state()
+        return dequantize_codes(state.codes, state.scales, state.zeros, state.bits, state.g_idx)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.dequantize(), self.bias)
+
+    def extra_repr(self) -> str:
+        scheme = self.scheme
+        group = "channel" if scheme.group_size == -1 else scheme.group_size
+        kind = "symmetric" if scheme.symmetric else "asymmetric"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"bits={scheme.bits}, group_size={group}, {kind}"
+        )
