@@ -1,0 +1,64 @@
+// Paged attention over a flat batch of query rows of many sequences.
+//
+// The cache is laid out for the microkernels, so that neither scores nor weighted sums need a transpose. For one block of
+// `block_size` tokens (a multiple of 32) and one KV head, with head dimension D padded with zeros to dp, a multiple of 32:
+//   keys    bfloat16 [dp/2][block_size][2], float [dp][block_size]
+//   values  bfloat16 [block_size/2][dp][2], float [block_size][dp]
+// Blocks are outermost: keys [num_blocks][kv_heads]…, values alike, so a block is copied or shared as one piece.
+#pragma once
+#include <deque>
+#include <vector>
+
+#include "microkernel.h"
+#include "pool.h"
+
+namespace llmopt {
+
+enum CacheFormat { KV_F32 = 0, KV_BF16 = 1 };
+
+struct CacheShape {
+  int format, num_blocks, block_size, kv_heads, head_dim;
+  int dp() const { return round_up(head_dim, 32); }
+  size_t element() const { return format == KV_BF16 ? 2 : 4; }
+  size_t head_bytes() const { return static_cast<size_t>(dp()) * block_size * element(); }
+  size_t block_bytes() const { return head_bytes() * kv_heads; }
+};
+
+// Writes k and v, float [kv_heads][head_dim], of one token into slot = block * block_size + offset.
+void write_token(const CacheShape& shape, uint8_t* keys, uint8_t* values, int slot, const float* k, const float* v);
+
+// The rows of the flat batch: sequence r owns tokens [starts[r], starts[r + 1]), which are the last of its lengths[r]
+// tokens in the cache; its blocks are tables[r * table_stride …].
+struct Batch {
+  int sequences;
+  const int32_t* starts;
+  const int32_t* lengths;
+  const int32_t* tables;
+  int table_stride;
+};
+
+struct AttentionArgs {
+  CacheShape shape;
+  const uint8_t *keys, *values;
+  int heads;
+  const float* q;      // token t, head h at q + t * q_stride + h * head_dim
+  size_t q_stride;
+  float* out;          // token t, head h at out + t * out_stride + h * head_dim
+  size_t out_stride;
+  float scale, cap;    // scores are scale * q.k, then cap * tanh(./cap) where cap > 0
+  int window;          // a token sees the last `window` positions, itself included; 0: all
+  const float* sinks;  // [heads] or null: a logit that takes part in the softmax and has no value
+};
+
+// Per-thread space and the pieces of sequences whose context was split.
+struct AttentionScratch {
+  struct Thread { Buffer<uint8_t> q, p; Buffer<float> s, o, stats; };
+  std::deque<Thread> threads;
+  struct Task { int sequence, token, tokens, head, begin, end, part, parts; };
+  std::vector<Task> tasks;
+  Buffer<float> partial;
+};
+
+void attention(Pool& pool, const Batch& batch, const AttentionArgs& args, AttentionScratch& scratch);
+
+}  // namespace llmopt

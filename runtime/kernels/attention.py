@@ -1,0 +1,133 @@
+"""Paged attention on the CPU through the native kernels: float32 or bfloat16 keys and values, any mix of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from .native import CACHE_FORMATS, contiguous, library
+
+BLOCK_MULTIPLE = 32
+
+
+def allocate_kv(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_layers: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeroed key and value caches, in the layout that the kernels read without a transpose; with dp = head_dim rounded up
+    to a multiple of 32:
+
+    * bfloat16: keys [num_blocks, num_kv_heads, dp/2, block_size, 2], values [num_blocks, num_kv_heads, block_size/2, dp, 2]
+    * float32: keys [num_blocks, num_kv_heads, dp, block_size], values [num_blocks, num_kv_heads, block_size, dp]
+
+    num_layers, if given, is a further outermost dimension. Blocks may be copied or moved whole along the dimension
+    `num_blocks`. Raises ValueError for another dtype or a block_size that is no multiple of 32.
+    """
+    if dtype not in CACHE_FORMATS:
+        raise ValueError(f"the native cache holds float32 or bfloat16, not {dtype}")
+    if block_size < 1 or block_size % BLOCK_MULTIPLE:
+        raise ValueError(f"block_size must be a multiple of {BLOCK_MULTIPLE}, not {block_size}")
+    if min(num_blocks, num_kv_heads, head_dim) < 1:
+        raise ValueError(f"a cache of {num_blocks} blocks, {num_kv_heads} heads of {head_dim}")
+    dp = -(-head_dim // 32) * 32
+    lead = ([] if num_layers is None else [num_layers]) + [num_blocks, num_kv_heads]
+    if dtype == torch.bfloat16:
+        shapes = [dp // 2, block_size, 2], [block_size // 2, dp, 2]
+    else:
+        shapes = [dp, block_size], [block_size, dp]
+    return torch.zeros(lead + shapes[0], dtype=dtype), torch.zeros(lead + shapes[1], dtype=dtype)
+
+
+def _cache_arguments(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[int, int, int, int, int]:
+    if k_cache.dtype not in CACHE_FORMATS or v_cache.dtype != k_cache.dtype:
+        raise ValueError(f"the native cache holds float32 or bfloat16, not {k_cache.dtype} and {v_cache.dtype}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("the native cache must be contiguous, as allocate_kv makes it")
+    rank = 5 if k_cache.dtype == torch.bfloat16 else 4
+    dp = -(-head_dim // 32) * 32
+    if k_cache.dim() != rank or v_cache.dim() != rank or v_cache.shape[3] != dp or k_cache.shape[:2] != v_cache.shape[:2]:
+        raise ValueError(
+            f"caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)} are not of allocate_kv for head_dim {head_dim}"
+        )
+    return CACHE_FORMATS[k_cache.dtype], k_cache.shape[0], k_cache.shape[3], k_cache.shape[1], head_dim
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Writes k, v [tokens, num_kv_heads, head_dim] of any float type into slots [tokens] (block * block_size + offset).
+
+    Raises ValueError where shapes do not fit or a slot lies outside the cache.
+    """
+    arguments = _cache_arguments(k_cache, v_cache, k.shape[-1])
+    _, num_blocks, block_size, num_kv_heads, head_dim = arguments
+    if k.shape != v.shape or k.shape != (slots.numel(), num_kv_heads, head_dim):
+        raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)} do not fit the cache")
+    if slots.numel() == 0:
+        return
+    where = contiguous(slots, torch.int32)
+    if int(where.min()) < 0 or int(where.max()) >= num_blocks * block_size:
+        raise ValueError(f"slots must lie in [0, {num_blocks * block_size})")
+    keys, values = contiguous(k, torch.float32), contiguous(v, torch.float32)
+    if library().llmopt_write_kv(
+        *arguments, k_cache.data_ptr(), v_cache.data_ptr(), len(where), where.data_ptr(), keys.data_ptr(), values.data_ptr()
+    ):
+        raise MemoryError("no memory for the native cache write")
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of a flat batch over the paged cache.
+
+    q [tokens, num_heads, head_dim] of any float type; sequence r owns tokens starts[r] … starts[r+1]-1, which are the
+    last of its lengths[r] tokens, all of them already written (`write_kv`). starts int [sequences+1], lengths int
+    [sequences], block_tables int [sequences, max_blocks]. Scores are scale * q·k, then softcap * tanh(score / softcap)
+    where softcap > 0; a token sees the last `window` positions, itself included (0: all). sinks [num_heads]: one more
+    logit a head that takes part in the softmax and carries no value (Xiao et al. 2023; gpt-oss).
+
+    Returns [tokens, num_heads, head_dim] in q's dtype. With a float32 cache all arithmetic is float32; with bfloat16,
+    scale * q and the softmax numerators are rounded to bfloat16 and products are summed in float32.
+    Raises ValueError for inconsistent shapes, lengths or blocks.
+    """
+    tokens, num_heads, head_dim = q.shape
+    arguments = _cache_arguments(k_cache, v_cache, head_dim)
+    _, num_blocks, block_size, num_kv_heads, _ = arguments
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads over {num_kv_heads} KV heads")
+    first, total = contiguous(starts, torch.int32), contiguous(lengths, torch.int32)
+    tables = contiguous(block_tables, torch.int32)
+    sequences = len(total)
+    if len(first) != sequences + 1 or tables.dim() != 2 or tables.shape[0] != sequences:
+        raise ValueError(f"starts {len(first)}, lengths {sequences}, block_tables {tuple(tables.shape)} do not agree")
+    if tokens == 0:
+        return torch.empty_like(q)
+    counts = first.diff()
+    if int(first[0]) != 0 or int(first[-1]) != tokens or bool((counts < 1).any()) or bool((total < counts).any()):
+        raise ValueError("every sequence needs at least one token, starts must cover them all, and lengths include them")
+    blocks = (total + block_size - 1) // block_size
+    if int(blocks.max()) > tables.shape[1]:
+        raise ValueError(f"block_tables of {tables.shape[1]} blocks are too short for {int(total.max())} tokens")
+    used = tables[torch.arange(tables.shape[1]) < blocks.unsqueeze(1)]
+    if int(used.min()) < 0 or int(used.max()) >= num_blocks:
+        raise ValueError(f"blocks must lie in [0, {num_blocks})")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks {tuple(sinks.shape)} for {num_heads} heads")
+    extra = None if sinks is None else contiguous(sinks, torch.float32)
+    query = contiguous(q, torch.float32)
+    out = torch.empty_like(query)
+    if library().llmopt_attention(
+        *arguments, k_cache.data_ptr(), v_cache.data_ptr(), num_heads, query.data_ptr(), out.data_ptr(), sequences,
+        first.data_ptr(), total.data_ptr(), tables.data_ptr(), tables.shape[1], scale, softcap, window,
+        None if extra is None else extra.data_ptr(),
+    ):  # fmt: skip
+        raise MemoryError("no memory for native attention")
+    return out.to(q.dtype)

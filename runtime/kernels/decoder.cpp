@@ -1,0 +1,306 @@
+#include "decoder.h"
+
+#include <chrono>
+
+namespace llmopt {
+namespace {
+
+constexpr int kPanelBytes = 256 * 1024;  // activations that a thread keeps in its L2 cache while it walks over tiles
+constexpr int kSerialRows = 3;           // up to here, rows are not worth handing to another thread
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Rotates pairs (i, i + half), as in Su et al. 2021 with the halves layout of Llama.
+void rotate(float* x, const float* cos, const float* sin, int half) {
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+}  // namespace
+
+void Decoder::begin_part(int part) {
+  if (!profile) return;
+  const int64_t now = now_ns();
+  if (part_ >= 0) part_ns[part_] += now - part_start_;
+  part_ = part;
+  part_start_ = now;
+}
+
+template <class F>
+void Decoder::rows(int count, const F& f) {
+  const auto body = [&](int begin, int end, int thread) {
+    for (int i = begin; i < end; ++i) f(i, threads_[thread]);
+  };
+  if (count <= kSerialRows) body(0, count, 0);
+  else pool_->run(count, body);
+}
+
+int Decoder::check(const StepArgs& a) const {
+  if (!keys_) return STEP_NO_CACHE;
+  int limit = INT32_MAX;
+  for (const LayerSpec& l : layers_)
+    if (l.rope >= 0) limit = std::min(limit, ropes_[l.rope].positions);
+  for (int t = 0; t < a.tokens; ++t) {
+    if (a.token_ids[t] < 0 || a.token_ids[t] >= spec_.vocab) return STEP_TOKEN;
+    if (a.positions[t] < 0 || a.positions[t] >= limit) return STEP_POSITION;
+    if (a.slots[t] < 0 || a.slots[t] / cache_.block_size >= cache_.num_blocks) return STEP_SLOT;
+  }
+  if (a.starts[0] != 0 || a.starts[a.sequences] != a.tokens) return STEP_SEQUENCE;
+  for (int r = 0; r < a.sequences; ++r) {
+    const int count = a.starts[r + 1] - a.starts[r], blocks = (a.lengths[r] + cache_.block_size - 1) / cache_.block_size;
+    if (count < 1 || a.lengths[r] < count) return STEP_SEQUENCE;
+    if (blocks > a.table_stride) return STEP_BLOCK;
+    for (int b = 0; b < blocks; ++b) {
+      const int block = a.tables[static_cast<size_t>(r) * a.table_stride + b];
+      if (block < 0 || block >= cache_.num_blocks) return STEP_BLOCK;
+    }
+  }
+  for (int i = 0; i < a.logit_count; ++i)
+    if (a.logit_rows[i] < 0 || a.logit_rows[i] >= a.tokens) return STEP_LOGIT_ROW;
+  return STEP_OK;
+}
+
+void Decoder::embed(const StepArgs& a) {
+  const int hidden = spec_.hidden, ld = round_up(hidden, kLanes);
+  hidden_ = x_.reserve(static_cast<size_t>(a.tokens) * ld);
+  rows(a.tokens, [&](int t, Thread&) {
+    const size_t at = static_cast<size_t>(a.token_ids[t]) * hidden;
+    float* x = hidden_ + static_cast<size_t>(t) * ld;
+    if (spec_.embedding_bf16) {
+      const uint16_t* e = static_cast<const uint16_t*>(spec_.embedding) + at;
+      for (int i = 0; i < hidden; ++i) x[i] = bf16_to_f32(e[i]) * spec_.embedding_scale;
+    } else {
+      const float* e = static_cast<const float*>(spec_.embedding) + at;
+      for (int i = 0; i < hidden; ++i) x[i] = e[i] * spec_.embedding_scale;
+    }
+  });
+}
+
+template <class Row>
+void Decoder::pack(int count, std::initializer_list<const Linear*> linears, const Row& row) {
+  acts_used_ = 0;
+  int k = 0;
+  for (const Linear* l : linears) {
+    bool known = false;
+    for (int i = 0; i < acts_used_; ++i) known = known || acts_[i].matches(*l);
+    if (!known) acts_[acts_used_++].resize(count, *l);
+    k = l->k;
+  }
+  const int kp = round_up(k, kLanes);
+  rows(count, [&](int i, Thread& t) {
+    float* space = t.row.reserve(static_cast<size_t>(2) * kp);
+    const float* x = row(i, space);
+    for (int j = 0; j < acts_used_; ++j) acts_[j].pack_row(i, x, k, space + kp);
+  });
+}
+
+const Activations& Decoder::packed(const Linear& linear) const {
+  for (int i = 0; i < acts_used_; ++i)
+    if (acts_[i].matches(linear)) return acts_[i];
+  std::abort();  // pack() was called without this linear
+}
+
+// Calls store(linear, tile, first row, rows, c[rows][32]) for every tile of every linear and every panel of rows.
+template <class Store>
+void Decoder::product(std::initializer_list<const Linear*> linears, int count, const Store& store) {
+  int tiles = 0, kp = 0;
+  for (const Linear* l : linears) {
+    tiles += l->tiles;
+    kp = std::max(kp, l->kp * (l->activation == X_F32 ? 4 : l->activation == X_BF16 ? 2 : 1));
+  }
+  const int panels = (count + kMaxRows - 1) / kMaxRows;
+  const int parts = (panels + std::max(1, kPanelBytes / (kMaxRows * kp)) - 1) / std::max(1, kPanelBytes / (kMaxRows * kp));
+  const int step = (panels + parts - 1) / parts;
+  pool_->run(tiles * parts, [&](int begin, int end, int thread) {
+    alignas(64) float c[kMaxRows * kLanes];
+    for (int i = begin; i < end; ++i) {
+      const int first = i / tiles * step, last = std::min(panels, first + step);
+      int tile = i % tiles, index = 0;
+      const Linear* l = nullptr;
+      for (const Linear* each : linears) {
+        l = each;
+        if (tile < each->tiles) break;
+        tile -= each->tiles;
+        ++index;
+      }
+      if (first >= last) continue;
+      const Activations& x = packed(*l);
+      const TileView view = prepare_tile(*l, tile, std::min(count, last * kMaxRows) - first * kMaxRows, threads_[thread].tile);
+      for (int panel = first; panel < last; ++panel) {
+        panel_product(*l, view, tile, x, panel, c);
+        store(index, tile, panel * kMaxRows, x.panel_rows(panel), c);
+      }
+    }
+  });
+}
+
+void Decoder::queries_keys_values(const LayerSpec& l, int index, const StepArgs& a) {
+  const int d = spec_.head_dim, hidden = spec_.hidden, ld = round_up(hidden, kLanes);
+  begin_part(PART_ROWS);
+  pack(a.tokens, {l.q, l.k, l.v}, [&](int t, float* space) -> const float* {
+    const float* x = hidden_ + static_cast<size_t>(t) * ld;
+    if (!l.input_norm) return x;
+    rms_norm(x, l.input_norm, spec_.norm_eps, hidden, space);
+    return space;
+  });
+  const int offset[3] = {0, l.q->tiles * kLanes, (l.q->tiles + l.k->tiles) * kLanes};
+  const size_t stride = static_cast<size_t>(offset[2]) + l.v->tiles * kLanes;
+  float* qkv = qkv_.reserve(stride * a.tokens);
+  begin_part(PART_QKV);
+  product({l.q, l.k, l.v}, a.tokens, [&](int which, int tile, int row, int count, const float* c) {
+    for (int m = 0; m < count; ++m)
+      std::memcpy(qkv + (row + m) * stride + offset[which] + tile * kLanes, c + m * kLanes, sizeof(float) * kLanes);
+  });
+  begin_part(PART_ROPE);
+  const size_t layer_bytes = static_cast<size_t>(cache_.num_blocks) * cache_.block_bytes() * index;
+  rows(a.tokens, [&](int t, Thread&) {
+    float *q = qkv + t * stride, *k = q + offset[1], *v = q + offset[2];
+    if (l.q_norm && l.qk_norm_full) {
+      rms_norm(q, l.q_norm, spec_.norm_eps, spec_.heads * d, q);
+      rms_norm(k, l.k_norm, spec_.norm_eps, spec_.kv_heads * d, k);
+    } else if (l.q_norm) {
+      for (int h = 0; h < spec_.heads; ++h) rms_norm(q + h * d, l.q_norm, spec_.norm_eps, d, q + h * d);
+      for (int h = 0; h < spec_.kv_heads; ++h) rms_norm(k + h * d, l.k_norm, spec_.norm_eps, d, k + h * d);
+    }
+    if (l.rope >= 0) {
+      const RopeTable& table = ropes_[l.rope];
+      const float* cos = table.cos + static_cast<size_t>(a.positions[t]) * table.half;
+      const float* sin = table.sin + static_cast<size_t>(a.positions[t]) * table.half;
+      for (int h = 0; h < spec_.heads; ++h) rotate(q + h * d, cos, sin, table.half);
+      for (int h = 0; h < spec_.kv_heads; ++h) rotate(k + h * d, cos, sin, table.half);
+    }
+    write_token(cache_, keys_ + layer_bytes, values_ + layer_bytes, a.slots[t], k, v);
+  });
+}
+
+// hidden += scale * post_norm(W x), x as packed.
+void Decoder::residual(const Linear& linear, int count, float scale, const float* post_norm) {
+  const int hidden = spec_.hidden, ld = round_up(hidden, kLanes);
+  if (!post_norm) {
+    product({&linear}, count, [&](int, int tile, int row, int n, const float* c) {
+      for (int m = 0; m < n; ++m) {
+        float* x = hidden_ + static_cast<size_t>(row + m) * ld + tile * kLanes;
+        for (int i = 0; i < kLanes; ++i) x[i] += scale * c[m * kLanes + i];
+      }
+    });
+    return;
+  }
+  float* update = update_.reserve(static_cast<size_t>(count) * ld);
+  product({&linear}, count, [&](int, int tile, int row, int n, const float* c) {
+    for (int m = 0; m < n; ++m)
+      std::memcpy(update + static_cast<size_t>(row + m) * ld + tile * kLanes, c + m * kLanes, sizeof(float) * kLanes);
+  });
+  rows(count, [&](int i, Thread&) {
+    float *x = hidden_ + static_cast<size_t>(i) * ld, *u = update + static_cast<size_t>(i) * ld;
+    rms_norm(u, post_norm, spec_.norm_eps, hidden, u);
+    for (int j = 0; j < hidden; ++j) x[j] += scale * u[j];
+  });
+}
+
+void Decoder::gated_mlp(const LayerSpec& l, int count) {
+  const int hidden = spec_.hidden, ld = round_up(hidden, kLanes), width = l.gate->tiles * kLanes;
+  begin_part(PART_ROWS);
+  pack(count, {l.gate, l.up}, [&](int i, float* space) -> const float* {
+    const float* x = hidden_ + static_cast<size_t>(i) * ld;
+    if (!l.pre_mlp_norm) return x;
+    rms_norm(x, l.pre_mlp_norm, spec_.norm_eps, hidden, space);
+    return space;
+  });
+  begin_part(PART_MLP_IN);
+  float* mlp = mlp_.reserve(static_cast<size_t>(count) * width);
+  const Activations &gate_x = packed(*l.gate), &up_x = packed(*l.up);
+  const int panels = gate_x.panels(), limit = std::max(1, kPanelBytes / (kMaxRows * gate_x.units() * 4));
+  const int parts = (panels + limit - 1) / limit, step = (panels + parts - 1) / parts;
+  pool_->run(l.gate->tiles * parts, [&](int begin, int end, int thread) {
+    alignas(64) float g[kMaxRows * kLanes], u[kMaxRows * kLanes];
+    for (int i = begin; i < end; ++i) {
+      const int tile = i % l.gate->tiles, first = i / l.gate->tiles * step, last = std::min(panels, first + step);
+      const int covered = std::min(count, last * kMaxRows) - first * kMaxRows;
+      if (first >= last) continue;
+      const auto each = [&](const Linear& linear, const Activations& x, const auto& then) {
+        const TileView view = prepare_tile(linear, tile, covered, threads_[thread].tile);
+        for (int panel = first; panel < last; ++panel) then(view, x, panel);
+      };
+      const auto out = [&](int panel, int m) { return mlp + (static_cast<size_t>(panel) * kMaxRows + m) * width + tile * kLanes; };
+      each(*l.gate, gate_x, [&](const TileView& view, const Activations& x, int panel) {
+        panel_product(*l.gate, view, tile, x, panel, g);
+        for (int m = 0; m < x.panel_rows(panel); ++m) std::memcpy(out(panel, m), g + m * kLanes, sizeof(float) * kLanes);
+      });
+      each(*l.up, up_x, [&](const TileView& view, const Activations& x, int panel) {
+        panel_product(*l.up, view, tile, x, panel, u);
+        for (int m = 0; m < x.panel_rows(panel); ++m) gated(l.activation, out(panel, m), u + m * kLanes, kLanes, out(panel, m));
+      });
+    }
+  });
+  begin_part(PART_ROWS);
+  pack(count, {l.down}, [&](int i, float*) -> const float* { return mlp + static_cast<size_t>(i) * width; });
+  begin_part(PART_MLP_OUT);
+  residual(*l.down, count, l.residual_scale, l.post_mlp_norm);
+}
+
+void Decoder::head(const StepArgs& a) {
+  const int hidden = spec_.hidden, ld = round_up(hidden, kLanes), vocab = spec_.vocab;
+  pack(a.logit_count, {spec_.head}, [&](int i, float* space) -> const float* {
+    const float* x = hidden_ + static_cast<size_t>(i) * ld;
+    rms_norm(x, spec_.final_norm, spec_.norm_eps, hidden, space);
+    return space;
+  });
+  product({spec_.head}, a.logit_count, [&](int, int tile, int row, int n, float* c) {
+    const int width = std::min(kLanes, vocab - tile * kLanes);
+    if (spec_.logit_scale != 1.0f)
+      for (int i = 0; i < n * kLanes; ++i) c[i] *= spec_.logit_scale;
+    if (spec_.logit_cap > 0) soft_cap(c, n * kLanes, spec_.logit_cap);
+    for (int m = 0; m < n; ++m)
+      std::memcpy(a.logits + static_cast<size_t>(row + m) * vocab + tile * kLanes, c + m * kLanes, sizeof(float) * width);
+  });
+}
+
+int Decoder::step(Pool& pool, const StepArgs& a) {
+  const int error = check(a);
+  if (error != STEP_OK || a.tokens == 0) return error;
+  pool_ = &pool;
+  while (threads_.size() < static_cast<size_t>(pool.threads())) threads_.emplace_back();
+  const int ld = round_up(spec_.hidden, kLanes), width = spec_.heads * spec_.head_dim;
+  part_ = -1;
+  begin_part(PART_ROWS);
+  embed(a);
+  const Batch batch{a.sequences, a.starts, a.lengths, a.tables, a.table_stride};
+  for (int i = 0; i < spec_.layers; ++i) {
+    const LayerSpec& l = layers_[i];
+    const bool last = i + 1 == spec_.layers;
+    queries_keys_values(l, i, a);
+    if (last && a.logit_count == 0) break;
+    begin_part(PART_ATTENTION);
+    const size_t layer_bytes = static_cast<size_t>(cache_.num_blocks) * cache_.block_bytes() * i;
+    float* attended = attended_.reserve(static_cast<size_t>(a.tokens) * width);
+    const size_t stride = static_cast<size_t>(l.q->tiles + l.k->tiles + l.v->tiles) * kLanes;
+    attention(pool, batch, {cache_, keys_ + layer_bytes, values_ + layer_bytes, spec_.heads, qkv_.data, stride, attended,
+                            static_cast<size_t>(width), l.attention_scale, l.attention_cap, l.window, l.sinks}, attention_);
+    begin_part(PART_ROWS);
+    int count = a.tokens;
+    if (last) {  // only the rows whose logits are asked for go on
+      count = a.logit_count;
+      float* kept = kept_.reserve(static_cast<size_t>(count) * ld);
+      for (int r = 0; r < count; ++r)
+        std::memcpy(kept + static_cast<size_t>(r) * ld, hidden_ + static_cast<size_t>(a.logit_rows[r]) * ld, sizeof(float) * ld);
+      hidden_ = kept;
+    }
+    pack(count, {l.o}, [&](int r, float*) -> const float* {
+      return attended + static_cast<size_t>(last ? a.logit_rows[r] : r) * width;
+    });
+    begin_part(PART_OUT);
+    residual(*l.o, count, l.residual_scale, l.post_attention_norm);
+    gated_mlp(l, count);
+  }
+  begin_part(PART_HEAD);
+  if (a.logit_count > 0) head(a);
+  begin_part(-1);
+  return STEP_OK;
+}
+
+}  // namespace llmopt

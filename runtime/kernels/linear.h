@@ -1,0 +1,66 @@
+// Linear layers y = x W^T + b over prepacked weights.
+//
+// Weights are cut into tiles of 32 output rows. Inside a tile, unit u (4 bytes of the reduction axis, see microkernel.h)
+// of the 32 outputs lies together: float [K][32], bfloat16 [K/2][32][2], 8-bit codes [K/4][32][4]. 4-bit codes pack two
+// such units into one: byte i of lane n holds k = 8u + i in its low and k = 8u + 4 + i in its high nibble.
+// Scales are float [tile][group][32]; zero points, where not the constant 2^(bits-1), uint8 [tile][group][32].
+//
+// Arithmetic, for weight codes c, zero points z, scales s, and group g of the reduction axis:
+//   ACT_S8    y = sum_g s_g t_g (sum_{k in g} (c - z) q), q = round(x / t_g), t_g = max_{k in g}|x| / 127, exact integers
+//             inside a group, float sums over groups. A group that spans K is one scale a token.
+//   ACT_BF16  y = sum_g s_g (sum_{k in g} (c - z) bf16(x)), float sums
+//   ACT_F32   the same with x itself
+#pragma once
+#include "microkernel.h"
+
+namespace llmopt {
+
+enum WeightFormat { W_F32 = 0, W_BF16 = 1, W_INT8 = 2, W_INT4 = 3 };
+enum ActivationFormat { X_F32 = 0, X_BF16 = 1, X_INT8 = 2 };
+
+struct Linear {
+  int weight, activation;
+  int n, k;          // rows and columns as given
+  int tiles, kp;     // tiles of 32 rows; columns padded to a multiple of 32
+  int group, groups; // columns of a group (kp when one group spans them)
+  bool symmetric;
+  size_t tile_bytes;
+  Buffer<uint8_t> data, zeros;
+  Buffer<float> scales, bias;
+  bool has_bias = false;
+  size_t bytes() const { return data.size + zeros.size + sizeof(float) * (scales.size + (has_bias ? bias.size : 0)); }
+};
+
+// Rows of activations, packed for the microkernels in panels of 12 rows: unit u of row m of a panel with r rows lies at
+// panel + (u * r + m) * 4; scales and sums of group g at panel + g * r + m.
+struct Activations {
+  int rows = 0, kp = 0, format = X_F32, group = 0, groups = 0;
+  Buffer<uint8_t> data;
+  Buffer<float> scales;  // X_INT8: t_g
+  Buffer<int32_t> sums;  // X_INT8: sum of q over the group
+  Buffer<float> totals;  // otherwise: float sum of the group's values as they enter the products
+
+  int units() const { return kp * (format == X_F32 ? 4 : format == X_BF16 ? 2 : 1) / 4; }
+  int panels() const { return (rows + kMaxRows - 1) / kMaxRows; }
+  int panel_rows(int panel) const { return std::min(kMaxRows, rows - panel * kMaxRows); }
+  void resize(int rows, const Linear& linear);
+  bool matches(const Linear& l) const { return format == l.activation && group == l.group && kp == l.kp; }
+  // Packs row `row` from x[k], k <= kp. Rows may be packed by several threads at once. `scratch` holds kp floats.
+  void pack_row(int row, const float* x, int k, float* scratch);
+};
+
+// Per-thread space for one tile's unpacked weights.
+struct TileScratch {
+  Buffer<uint8_t> weights;
+};
+
+// c[rows][32] = tile `tile` of x W^T + b for the rows of panel `panel`.
+// `prepare_tile` once per tile and number of rows, then `panel_product` for each panel.
+struct TileView {
+  const uint8_t* weights;
+  int format;  // W_INT4 packed, or what it was unpacked to
+};
+TileView prepare_tile(const Linear& linear, int tile, int rows, TileScratch& scratch);
+void panel_product(const Linear& linear, const TileView& view, int tile, const Activations& x, int panel, float* c);
+
+}  // namespace llmopt

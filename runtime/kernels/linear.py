@@ -1,0 +1,137 @@
+"""A linear layer over weights prepacked for the native kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from .native import ACTIVATION_FORMATS, WEIGHT_FORMATS, contiguous, library
+
+MAX_GROUP = 65536  # 255 * 127 * 65536 < 2^31: exact 32-bit sums
+
+
+class NativeLinear:
+    """y = x Wᵀ + b with weights in `float32`, `bfloat16`, `int8` or `int4`, and activations that enter the products as
+    `float32`, `bfloat16` or `int8`. The arithmetic is stated in linear.h.
+
+    Float weights take activations of their own type. Integer weights take any: `int8` quantizes each token and group
+    symmetrically at run time (scale max|x| / 127, round to nearest even), the others use the activations as they are.
+    """
+
+    def __init__(self, weight: str, activation: str, out_features: int, in_features: int, group_size: int, symmetric: bool):
+        if weight not in WEIGHT_FORMATS or activation not in ACTIVATION_FORMATS:
+            raise ValueError(f"unknown weight or activation format: {weight!r}, {activation!r}")
+        if weight in ("float32", "bfloat16") and activation != weight:
+            raise ValueError(f"{weight} weights take {weight} activations, not {activation}")
+        if out_features < 1 or in_features < 1:
+            raise ValueError(f"a linear layer of {out_features} x {in_features} weights")
+        if group_size and (group_size % 32 or in_features % group_size):
+            raise ValueError(f"group_size {group_size} is not a multiple of 32 that divides {in_features} columns")
+        if (group_size or in_features) > MAX_GROUP:
+            raise ValueError(f"groups of more than {MAX_GROUP} columns overflow 32-bit sums")
+        self.weight_format, self.activation_format = weight, activation
+        self.out_features, self.in_features = out_features, in_features
+        self.group_size = group_size or in_features
+        self.handle: int | None = library().llmopt_linear_create(
+            WEIGHT_FORMATS[weight], ACTIVATION_FORMATS[activation], out_features, in_features, group_size, int(symmetric)
+        )
+        if not self.handle:
+            raise MemoryError(f"no memory for a linear layer of {out_features} x {in_features} {weight} weights")
+
+    @classmethod
+    def from_weight(cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: str | None = None) -> NativeLinear:
+        """From `weight` [out, in], float32 or bfloat16 (other float types go through float32). dtype: `float32` or
+        `bfloat16`; None keeps the weight's own."""
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise ValueError(f"expected a float matrix, got {tuple(weight.shape)} {weight.dtype}")
+        kept = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
+        layer = cls(dtype or kept, dtype or kept, weight.shape[0], weight.shape[1], 0, True)
+        values = contiguous(weight, torch.bfloat16 if kept == "bfloat16" else torch.float32)
+        library().llmopt_linear_pack_values(layer.handle, 0, weight.shape[0], values.data_ptr(), int(kept == "bfloat16"))
+        layer._set_bias(bias)
+        return layer
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        *,
+        bits: int,
+        bias: torch.Tensor | None = None,
+        activation: str = "int8",
+    ) -> NativeLinear:
+        """From codes uint8 [out, in] below 2**bits, scales float [out, groups] and zero points uint8 [out, groups], or
+        None for the constant 2**(bits-1): weight = (code - zero) * scale. bits: 4 or 8. Columns are split evenly over
+        the groups; with more than one, a group is a multiple of 32 columns. Raises ValueError for anything else."""
+        if bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, not {bits}")
+        if codes.dim() != 2 or codes.dtype != torch.uint8:
+            raise ValueError(f"codes must be a uint8 matrix, got {tuple(codes.shape)} {codes.dtype}")
+        rows, columns = codes.shape
+        if scales.dim() != 2 or scales.shape[0] != rows or scales.shape[1] < 1 or columns % scales.shape[1]:
+            raise ValueError(f"scales {tuple(scales.shape)} do not fit codes {tuple(codes.shape)}")
+        if zeros is not None and zeros.shape != scales.shape:
+            raise ValueError(f"zeros {tuple(zeros.shape)} do not fit scales {tuple(scales.shape)}")
+        if bits == 4 and int(codes.max()) > 15:
+            raise ValueError("4-bit codes must be below 16")
+        groups = scales.shape[1]
+        layer = cls(f"int{bits}", activation, rows, columns, 0 if groups == 1 else columns // groups, zeros is None)
+        packed = contiguous(codes, torch.uint8), contiguous(scales, torch.float32)
+        shifts = None if zeros is None else contiguous(zeros, torch.uint8)
+        library().llmopt_linear_pack_codes(
+            layer.handle, 0, rows, packed[0].data_ptr(), packed[1].data_ptr(), None if shifts is None else shifts.data_ptr()
+        )
+        layer._set_bias(bias)
+        return layer
+
+    def _set_bias(self, bias: torch.Tensor | None) -> None:
+        if bias is not None:
+            if bias.shape != (self.out_features,):
+                raise ValueError(f"bias {tuple(bias.shape)} does not fit {self.out_features} outputs")
+            library().llmopt_linear_set_bias(self.handle, contiguous(bias, torch.float32).data_ptr())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights, scales, zero points and bias."""
+        return library().llmopt_linear_bytes(self.handle)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] of any float type -> float32 [..., out]."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"input {tuple(x.shape)} does not end in {self.in_features} features")
+        rows = contiguous(x, torch.float32).reshape(-1, self.in_features)
+        y = torch.empty(rows.shape[0], self.out_features)
+        if library().llmopt_linear_forward(
+            self.handle, rows.shape[0], rows.data_ptr(), self.in_features, y.data_ptr(), self.out_features
+        ):
+            raise MemoryError("no memory for a native linear layer's activations")
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def __del__(self) -> None:
+        handle, self.handle = getattr(self, "handle", None), None
+        if handle:
+            library().llmopt_linear_free(handle)
+
+
+def quantize_rows(weight: torch.Tensor, *, bits: int, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Symmetric round-to-nearest quantization of `weight` [out, in] at load: codes uint8 [out, in], scales float
+    [out, groups], and None for the constant zero point 2**(bits-1). group_size 0: one scale a row.
+
+    The scale is max|w| / (2**(bits-1) - 1) for 8 bits; for 4 bits the signed extreme maps to -8, so that all sixteen
+    codes are used.
+    """
+    rows, columns = weight.shape
+    size = group_size or columns
+    if columns % size:
+        raise ValueError(f"group_size {size} does not divide {columns} columns")
+    values = weight.detach().float().reshape(rows, columns // size, size)
+    zero = 2 ** (bits - 1)
+    if bits == 8:
+        scales = values.abs().amax(-1) / (zero - 1)
+    else:
+        extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        scales = extreme / -zero
+    safe = torch.where(scales == 0, torch.ones_like(scales), scales)
+    codes = (values / safe.unsqueeze(-1)).round_().add_(zero).clamp_(0, 2 * zero - 1).to(torch.uint8)
+    return codes.reshape(rows, columns), scales, None

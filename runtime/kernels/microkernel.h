@@ -1,0 +1,129 @@
+// Register-blocked inner products: MR rows of A against 32 lanes of B.
+//
+// Everything is counted in units of 4 bytes along the reduction axis: one float, two bfloat16 or four 8-bit integers.
+//   A  unit u of row m lies at a + u * a_unit + m * a_row bytes.
+//   B  unit u of lanes 0 … 31 lies at b + u * b_unit bytes, 32 x 4 bytes, lane after lane.
+//   C  float [MR][32] in registers, or 32-bit integers for the 8-bit products.
+#pragma once
+#include "simd.h"
+
+namespace llmopt {
+
+constexpr int kLanes = 32;
+constexpr int kMaxRows = 12;  // 12 x 2 accumulators of 16 lanes, of 32 registers
+
+struct F32Op { static constexpr int kPerUnit = 1; };
+struct BF16Op { static constexpr int kPerUnit = 2; };
+
+#if LLMOPT_AVX512
+
+template <class Op>
+inline __m512 multiply_add(__m512 acc, __m512i b, __m512i a);
+template <>
+inline __m512 multiply_add<F32Op>(__m512 acc, __m512i b, __m512i a) {
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(b), _mm512_castsi512_ps(a), acc);
+}
+template <>
+inline __m512 multiply_add<BF16Op>(__m512 acc, __m512i b, __m512i a) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a);
+}
+inline __m512i broadcast_unit(const uint8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return _mm512_set1_epi32(v);
+}
+
+template <int MR>
+struct Accumulator {
+  __m512 v[MR][2];
+  inline void zero() {
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; ++m) v[m][0] = v[m][1] = _mm512_setzero_ps();
+  }
+  inline void load(const float* c, size_t ldc) {
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; ++m) {
+      v[m][0] = _mm512_loadu_ps(c + m * ldc);
+      v[m][1] = _mm512_loadu_ps(c + m * ldc + 16);
+    }
+  }
+  inline void store(float* c, size_t ldc) const {
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; ++m) {
+      _mm512_storeu_ps(c + m * ldc, v[m][0]);
+      _mm512_storeu_ps(c + m * ldc + 16, v[m][1]);
+    }
+  }
+  template <class Op>
+  inline void run(const uint8_t* a, size_t a_unit, size_t a_row, const uint8_t* b, size_t b_unit, int units) {
+    for (int u = 0; u < units; ++u, a += a_unit, b += b_unit) {
+      const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 64);
+#pragma GCC unroll 12
+      for (int m = 0; m < MR; ++m) {
+        const __m512i x = broadcast_unit(a + m * a_row);
+        v[m][0] = multiply_add<Op>(v[m][0], b0, x);
+        v[m][1] = multiply_add<Op>(v[m][1], b1, x);
+      }
+    }
+  }
+};
+
+#else
+
+template <class Op>
+inline float unit_product(const uint8_t* b, const uint8_t* a);
+template <>
+inline float unit_product<F32Op>(const uint8_t* b, const uint8_t* a) {
+  float x, y;
+  std::memcpy(&x, a, 4);
+  std::memcpy(&y, b, 4);
+  return x * y;
+}
+template <>
+inline float unit_product<BF16Op>(const uint8_t* b, const uint8_t* a) {
+  uint16_t x[2], y[2];
+  std::memcpy(x, a, 4);
+  std::memcpy(y, b, 4);
+  return bf16_to_f32(x[0]) * bf16_to_f32(y[0]) + bf16_to_f32(x[1]) * bf16_to_f32(y[1]);
+}
+
+template <int MR>
+struct Accumulator {
+  float v[MR][kLanes];
+  inline void zero() { std::memset(v, 0, sizeof v); }
+  inline void load(const float* c, size_t ldc) {
+    for (int m = 0; m < MR; ++m) std::memcpy(v[m], c + m * ldc, sizeof v[m]);
+  }
+  inline void store(float* c, size_t ldc) const {
+    for (int m = 0; m < MR; ++m) std::memcpy(c + m * ldc, v[m], sizeof v[m]);
+  }
+  template <class Op>
+  inline void run(const uint8_t* a, size_t a_unit, size_t a_row, const uint8_t* b, size_t b_unit, int units) {
+    for (int u = 0; u < units; ++u, a += a_unit, b += b_unit)
+      for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < kLanes; ++n) v[m][n] += unit_product<Op>(b + 4 * n, a + m * a_row);
+  }
+};
+
+#endif
+
+// Calls Body<MR>::run(args) for MR = rows, 1 … kMaxRows.
+template <template <int> class Body, class Args>
+inline void for_rows(int rows, const Args& args) {
+  switch (rows) {
+    case 1: return Body<1>::run(args);
+    case 2: return Body<2>::run(args);
+    case 3: return Body<3>::run(args);
+    case 4: return Body<4>::run(args);
+    case 5: return Body<5>::run(args);
+    case 6: return Body<6>::run(args);
+    case 7: return Body<7>::run(args);
+    case 8: return Body<8>::run(args);
+    case 9: return Body<9>::run(args);
+    case 10: return Body<10>::run(args);
+    case 11: return Body<11>::run(args);
+    default: return Body<12>::run(args);
+  }
+}
+
+}  // namespace llmopt

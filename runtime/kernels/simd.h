@@ -1,0 +1,180 @@
+// Numeric primitives shared by all kernels: bfloat16 conversion, exp/tanh, row reductions, aligned memory.
+//
+// Two instruction paths exist and are fixed at compile time, because the library is compiled on the machine that runs it:
+// AVX-512 with VNNI and BF16 (LLMOPT_AVX512), and portable C++ that the compiler vectorizes as it can.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
+    defined(__AVX512VNNI__) && defined(__AVX512BF16__) && !defined(LLMOPT_PORTABLE)
+#define LLMOPT_AVX512 1
+#include <immintrin.h>
+#endif
+
+namespace llmopt {
+
+inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// A cache-line aligned, growing, zero-initialized buffer. Its contents are lost when it grows.
+template <class T>
+struct Buffer {
+  T* data = nullptr;
+  size_t size = 0;
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { std::free(data); }
+  T* reserve(size_t count) {
+    if (count > size) {
+      std::free(data);
+      size_t bytes = (count * sizeof(T) + 127) / 64 * 64;
+      data = static_cast<T*>(std::aligned_alloc(64, bytes));
+      if (!data) { size = 0; throw std::bad_alloc(); }
+      std::memset(static_cast<void*>(data), 0, bytes);
+      size = count;
+    }
+    return data;
+  }
+};
+
+inline float bf16_to_f32(uint16_t value) {
+  uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline uint16_t f32_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  bits += 0x7fffu + ((bits >> 16) & 1u);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+#if LLMOPT_AVX512
+// exp by 2^n * p(r), r in [-ln2/2, ln2/2], degree-6 polynomial: relative error below 2e-7; underflows to 0 below -87.3.
+inline __m512 exp16(__m512 x) {
+  const __m512 log2e = _mm512_set1_ps(1.44269504088896341f);
+  __m512 clamped = _mm512_min_ps(x, _mm512_set1_ps(88.7f));
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, log2e), 0x08);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), clamped);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682030941723e-6f), r);
+  __m512 p = _mm512_set1_ps(1.0f / 720);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  __m512 result = _mm512_scalef_ps(p, n);
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), result);
+}
+// tanh(x) = 1 - 2 / (exp(2x) + 1): absolute error near 1e-7, which the callers' sums absorb.
+inline __m512 tanh16(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f), limit = _mm512_set1_ps(15.0f);
+  __m512 t = _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
+  __m512 e = exp16(_mm512_add_ps(t, t));
+  return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one)));
+}
+inline __mmask16 tail_mask(int count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
+#endif
+
+inline float sum_squares(const float* x, int n) {
+#if LLMOPT_AVX512
+  __m512 a = _mm512_setzero_ps(), b = _mm512_setzero_ps();
+  int i = 0;
+  for (; i + 32 <= n; i += 32) {
+    __m512 u = _mm512_loadu_ps(x + i), v = _mm512_loadu_ps(x + i + 16);
+    a = _mm512_fmadd_ps(u, u, a);
+    b = _mm512_fmadd_ps(v, v, b);
+  }
+  for (; i < n; i += 16) {
+    __m512 u = _mm512_maskz_loadu_ps(tail_mask(n - i), x + i);
+    a = _mm512_fmadd_ps(u, u, a);
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(a, b));
+#else
+  float sum[8] = {0};
+  int i = 0;
+  for (; i + 8 <= n; i += 8)
+    for (int j = 0; j < 8; ++j) sum[j] += x[i + j] * x[i + j];
+  for (; i < n; ++i) sum[0] += x[i] * x[i];
+  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+#endif
+}
+
+inline float abs_max(const float* x, int n) {
+#if LLMOPT_AVX512
+  __m512 m = _mm512_setzero_ps();
+  for (int i = 0; i < n; i += 16)
+    m = _mm512_max_ps(m, _mm512_abs_ps(_mm512_maskz_loadu_ps(tail_mask(n - i), x + i)));
+  return _mm512_reduce_max_ps(m);
+#else
+  float m = 0;
+  for (int i = 0; i < n; ++i) m = std::max(m, std::fabs(x[i]));
+  return m;
+#endif
+}
+
+// y[i] = x[i] * rsqrt(mean(x^2) + eps) * weight[i] (RMSNorm, Zhang & Sennrich 2019). y may be x.
+inline void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
+  const float r = 1.0f / std::sqrt(sum_squares(x, n) / static_cast<float>(n) + eps);
+  for (int i = 0; i < n; ++i) y[i] = x[i] * r * weight[i];
+}
+
+enum Activation { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_GELU = 2, ACT_RELU = 3 };
+
+inline float activate(int kind, float v) {
+  switch (kind) {
+    case ACT_SILU: return v / (1.0f + std::exp(-v));
+    case ACT_GELU_TANH: return 0.5f * v * (1.0f + std::tanh(0.7978845608028654f * (v + 0.044715f * v * v * v)));
+    case ACT_GELU: return 0.5f * v * (1.0f + std::erf(v * 0.7071067811865476f));
+    default: return v > 0 ? v : 0.0f;
+  }
+}
+
+// out[i] = act(gate[i]) * up[i], n a multiple of 16.
+inline void gated(int kind, const float* gate, const float* up, int n, float* out) {
+#if LLMOPT_AVX512
+  if (kind == ACT_SILU || kind == ACT_GELU_TANH) {
+    for (int i = 0; i < n; i += 16) {
+      __m512 g = _mm512_loadu_ps(gate + i), u = _mm512_loadu_ps(up + i), a;
+      const __m512 one = _mm512_set1_ps(1.0f);
+      if (kind == ACT_SILU) {
+        a = _mm512_div_ps(g, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), g))));
+      } else {
+        __m512 g3 = _mm512_mul_ps(_mm512_mul_ps(g, g), g);
+        __m512 t = tanh16(_mm512_mul_ps(_mm512_set1_ps(0.7978845608028654f),
+                                        _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), g3, g)));
+        a = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), g), _mm512_add_ps(one, t));
+      }
+      _mm512_storeu_ps(out + i, _mm512_mul_ps(a, u));
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < n; ++i) out[i] = activate(kind, gate[i]) * up[i];
+}
+
+// x[i] = cap * tanh(x[i] / cap)
+inline void soft_cap(float* x, int n, float cap) {
+#if LLMOPT_AVX512
+  const __m512 c = _mm512_set1_ps(cap), inverse = _mm512_set1_ps(1.0f / cap);
+  for (int i = 0; i < n; i += 16) {
+    __mmask16 k = tail_mask(n - i);
+    __m512 v = tanh16(_mm512_mul_ps(_mm512_maskz_loadu_ps(k, x + i), inverse));
+    _mm512_mask_storeu_ps(x + i, k, _mm512_mul_ps(v, c));
+  }
+#else
+  for (int i = 0; i < n; ++i) x[i] = cap * std::tanh(x[i] / cap);
+#endif
+}
+
+}  // namespace llmopt

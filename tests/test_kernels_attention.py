@@ -1,0 +1,102 @@
+"""Native paged attention against a float64 reference."""
+
+import pytest
+import torch
+from llmopt.runtime.kernels import build
+from llmopt.runtime.kernels.attention import allocate_kv, paged_attention, write_kv
+from llmopt.runtime.kernels.native import get_num_threads, set_num_threads
+
+
+@pytest.fixture(params=["native", "portable"], autouse=True)
+def isa(request, monkeypatch):
+    monkeypatch.setenv("LLMOPT_KERNELS_ISA", request.param)
+    reason = build.unavailable_reason()
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+def reference(q, k, v, length, scale, window, softcap, sinks):
+    """q [n, H, D] are the last n of `length` tokens; k, v [length, Hkv, D]; all float64."""
+    n, heads, _ = q.shape
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position, key = torch.arange(length - n, length)[:, None], torch.arange(length)[None]
+    hidden = key > position
+    if window:
+        hidden |= key <= position - window
+    scores.masked_fill_(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, n, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v)
+
+
+def run(rows, dtype, heads=6, kv_heads=2, head_dim=48, block_size=32, window=0, softcap=0.0, sinks=None, seed=0):
+    """rows: (query tokens, length) a sequence. Returns (native, reference), both [tokens, heads, head_dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [-(-length // block_size) for _, length in rows]
+    order = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
+    k_cache, v_cache = allocate_kv(len(order), block_size, kv_heads, head_dim, dtype)
+    tables = torch.full((len(rows), max(blocks)), -1, dtype=torch.int32)
+    queries, expected, scale = [], [], head_dim**-0.5
+    for r, (count, length) in enumerate(rows):
+        mine = torch.tensor([order.pop() for _ in range(blocks[r])])
+        tables[r, : len(mine)] = mine
+        k, v = (torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
+        q = torch.randn(count, heads, head_dim, generator=generator) * 2
+        at = torch.arange(length)
+        write_kv(k, v, k_cache, v_cache, mine[at // block_size] * block_size + at % block_size)
+        queries.append(q)
+        expected.append(reference(q.double(), k.double(), v.double(), length, scale, window, softcap, sinks))
+    starts = torch.tensor([0, *(count for count, _ in rows)]).cumsum(0)
+    lengths = torch.tensor([length for _, length in rows])
+    out = paged_attention(torch.cat(queries), k_cache, v_cache, starts, lengths, tables, scale=scale, window=window,
+                          softcap=softcap, sinks=sinks)  # fmt: skip
+    return out.double(), torch.cat(expected)
+
+
+MIXED = [(1, 1), (1, 200), (40, 40), (17, 90), (3, 33), (1, 64)]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"window": 24}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, -3.0, 4.0, 9.0, 0.0, 1.0])},
+    {"window": 50, "softcap": 20.0, "block_size": 64}, {"head_dim": 64, "heads": 9, "kv_heads": 3},
+    {"head_dim": 20, "heads": 4, "kv_heads": 4}, {"head_dim": 128, "heads": 8, "kv_heads": 1},
+])  # fmt: skip
+def test_mixed_batch(options):
+    out, expected = run(MIXED, torch.float32, **options)
+    assert (out - expected).abs().max() < 1e-5
+    out, expected = run(MIXED, torch.bfloat16, **options)
+    assert (out - expected).abs().max() < 0.03
+    assert (out - expected).abs().mean() < 0.002
+
+
+@pytest.mark.parametrize("rows", [[(1, 2000)], [(2, 1500), (1, 3)], [(70, 700)]])
+def test_long_contexts_are_split_and_merged(rows):
+    before = get_num_threads()
+    set_num_threads(3)
+    try:
+        for sinks in (None, torch.linspace(-2, 6, 6)):
+            out, expected = run(rows, torch.float32, sinks=sinks)
+            assert (out - expected).abs().max() < 1e-5
+        out, expected = run(rows, torch.float32, window=333)
+        assert (out - expected).abs().max() < 1e-5
+    finally:
+        set_num_threads(before)
+
+
+def test_bad_input_is_one_clear_error():
+    with pytest.raises(ValueError, match="multiple of 32"):
+        allocate_kv(4, 16, 1, 64, torch.float32)
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        allocate_kv(4, 32, 1, 64, torch.float16)
+    k_cache, v_cache = allocate_kv(2, 32, 1, 32, torch.float32)
+    k = torch.zeros(1, 1, 32)
+    with pytest.raises(ValueError, match="slots"):
+        write_kv(k, k, k_cache, v_cache, torch.tensor([64]))
+    with pytest.raises(ValueError, match="blocks must lie"):
+        paged_attention(k, k_cache, v_cache, torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[2]]), scale=1.0)
+    with pytest.raises(ValueError, match="lengths"):
+        paged_attention(k, k_cache, v_cache, torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([[0]]), scale=1.0)

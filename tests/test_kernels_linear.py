@@ -1,0 +1,109 @@
+"""Native linear layers against float64 references of their own stated arithmetic."""
+
+import pytest
+import torch
+from llmopt.runtime.kernels import build
+from llmopt.runtime.kernels.linear import NativeLinear, quantize_rows
+
+
+@pytest.fixture(params=["native", "portable"], autouse=True)
+def isa(request, monkeypatch):
+    monkeypatch.setenv("LLMOPT_KERNELS_ISA", request.param)
+    reason = build.unavailable_reason()
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+def random_codes(rows, columns, group, bits, symmetric, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    groups = columns // group
+    codes = torch.randint(0, 2**bits, (rows, columns), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(rows, groups, generator=generator) * 0.1 - 0.03
+    zeros = None if symmetric else torch.randint(0, 2**bits, (rows, groups), generator=generator, dtype=torch.uint8)
+    return codes, scales, zeros
+
+
+def reference(x, codes, scales, zeros, bits, activation):
+    """The arithmetic of linear.h in float64."""
+    rows, columns = codes.shape
+    groups = scales.shape[1]
+    zero = torch.full_like(scales, 2 ** (bits - 1)) if zeros is None else zeros
+    shifted = codes.double().view(rows, groups, -1) - zero.double().unsqueeze(-1)
+    grouped = x.view(len(x), groups, -1)
+    if activation == "int8":
+        peak = grouped.abs().amax(-1, keepdim=True)
+        inverse = torch.where(peak > 0, 127.0 / peak, torch.zeros_like(peak))
+        values = (grouped * inverse).round().double() * (peak / 127.0).double()
+    elif activation == "bfloat16":
+        values = grouped.bfloat16().double()
+    else:
+        values = grouped.double()
+    return torch.einsum("mgk,ngk,ng->mn", values, shifted, scales.double())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 12, 13, 29])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("activation", ["int8", "bfloat16", "float32"])
+def test_codes(rows, bits, symmetric, activation):
+    columns, group, out = 192, 64, 70
+    codes, scales, zeros = random_codes(out, columns, group, bits, symmetric)
+    bias = torch.randn(out)
+    layer = NativeLinear.from_codes(codes, scales, zeros, bits=bits, bias=bias, activation=activation)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    x[0, :group] = 0
+    expected = reference(x, codes, scales, zeros, bits, activation) + bias.double()
+    error = (layer(x).double() - expected).abs().max() / expected.abs().max()
+    assert error < 2e-6
+
+
+@pytest.mark.parametrize("columns, group", [(96, 32), (96, 96), (256, 128), (80, 80)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups(columns, group, bits):
+    """Groups of 32 and more, one group a row, and columns that are no multiple of 32."""
+    codes, scales, zeros = random_codes(33, columns, group, bits, True)
+    layer = NativeLinear.from_codes(codes, scales, zeros, bits=bits, activation="int8")
+    x = torch.randn(5, columns)
+    expected = reference(x, codes, scales, zeros, bits, "int8")
+    assert (layer(x).double() - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows, columns, out", [(1, 64, 32), (5, 50, 7), (26, 576, 96)])
+def test_float_weights(dtype, rows, columns, out):
+    kind = getattr(torch, dtype)
+    weight, bias = torch.randn(out, columns).to(kind), torch.randn(out)
+    layer = NativeLinear.from_weight(weight, bias)
+    x = torch.randn(rows, columns)
+    expected = x.to(kind).double() @ weight.double().T + bias.double()
+    assert layer.weight_format == dtype
+    assert (layer(x).double() - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+def test_memory_is_the_formats():
+    codes, scales, _ = random_codes(64, 256, 64, 4, True)
+    assert NativeLinear.from_codes(codes, scales, None, bits=4).nbytes == 64 * 256 // 2 + 64 * 4 * 4
+    assert NativeLinear.from_weight(torch.zeros(64, 256, dtype=torch.bfloat16)).nbytes == 64 * 256 * 2
+
+
+@pytest.mark.parametrize("bits, group, bound", [(8, 0, 0.008), (4, 32, 0.1)])
+def test_quantize_rows(bits, group, bound):
+    weight = torch.randn(48, 128)
+    codes, scales, zeros = quantize_rows(weight, bits=bits, group_size=group)
+    size = group or 128
+    restored = (codes.float().view(48, -1, size) - 2 ** (bits - 1)) * scales.unsqueeze(-1)
+    assert zeros is None and codes.dtype == torch.uint8
+    assert (restored.view(48, 128) - weight).norm() / weight.norm() < bound
+
+
+def test_bad_input_is_one_clear_error():
+    codes, scales, _ = random_codes(8, 96, 96, 4, True)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        NativeLinear.from_codes(codes, scales.repeat(1, 2), None, bits=4)
+    with pytest.raises(ValueError, match="below 16"):
+        NativeLinear.from_codes(codes + 16, scales, None, bits=4)
+    with pytest.raises(ValueError, match="bits"):
+        NativeLinear.from_codes(codes, scales, None, bits=3)
+    with pytest.raises(ValueError, match="end in 96"):
+        NativeLinear.from_codes(codes, scales, None, bits=4)(torch.zeros(2, 95))
