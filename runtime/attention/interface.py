@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError
 from .layer import AttentionLayer, Batch
-from .op import _batch_of, attend, gathered_backend, register_ops, write_kv
+from .op import active_step, attend, batch_of, gathered_backend, register_ops, write_kv
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,6 +68,11 @@ def paged_attention_forward(
                 module, query, key, value, attention_mask, s_aux=s_aux, paged_slots=paged_slots, **kwargs
             ), None
     if paged_kv is None or paged_slots is None:
+        batch, paged_kv = (None, ()) if compiling else active_step()  # the module dropped its keyword arguments
+        if batch is not None:
+            paged_slots, paged_cu_seqlens_q = batch.slots, batch.cu_seqlens_q
+            paged_seq_lens, paged_block_tables = batch.seq_lens, batch.block_tables
+    if not paged_kv or paged_slots is None:
         raise RunError(
             "the model is set up for the paged engine and was called outside of it",
             type(module).__name__,
@@ -83,7 +88,7 @@ def paged_attention_forward(
             out = torch.ops.llmopt.gathered_attention(q, k, v, *where, scale, layer.window, layer.softcap, backend)
         else:
             out = gathered_backend(backend)(
-                q, k, v, _batch_of(*where), scale=scale, window=layer.window, softcap=layer.softcap
+                q, k, v, batch_of(*where), scale=scale, window=layer.window, softcap=layer.softcap
             )
         return out[None], None
     key_pool, value_pool = paged_kv[2 * layer.group], paged_kv[2 * layer.group + 1]
@@ -94,7 +99,7 @@ def paged_attention_forward(
         )  # fmt: skip
     else:
         out = attend(
-            q, k, v, key_pool[layer.index], value_pool[layer.index], _batch_of(*where), layer,
+            q, k, v, key_pool[layer.index], value_pool[layer.index], batch_of(*where), layer,
             scale=scale, sinks=s_aux, backend=backend,
         )  # fmt: skip
     return out[None], None

@@ -34,21 +34,28 @@ _active = threading.local()
 
 
 @contextlib.contextmanager
-def active_batch(batch: Batch) -> Iterator[Batch]:
-    """Tell the operators, for the forward inside, which `Batch` their tensors belong to.
+def active_batch(batch: Batch, kv: tuple[Tensor, ...] = ()) -> Iterator[Batch]:
+    """Tell the operators, for the forward inside, which `Batch` their tensors belong to, and the pool's tensors.
 
     They then share what a backend derives from it over all layers, and know `max_q` and `max_k` without reading them
-    back from the device. Without it everything is derived anew in each call.
+    back from the device. Without it everything is derived anew in each call. Modules that drop keyword arguments on
+    the way to their attention function (OPT, StableLM) find both here.
     """
-    before = getattr(_active, "batch", None)
-    _active.batch = batch
+    before = getattr(_active, "batch", None), getattr(_active, "kv", ())
+    _active.batch, _active.kv = batch, kv
     try:
         yield batch
     finally:
-        _active.batch = before
+        _active.batch, _active.kv = before
 
 
-def _batch_of(slots: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables: Tensor) -> Batch:
+def active_step() -> tuple[Batch | None, tuple[Tensor, ...]]:
+    """The innermost `active_batch` of this thread: (batch, pool tensors), or (None, ())."""
+    return getattr(_active, "batch", None), getattr(_active, "kv", ())
+
+
+def batch_of(slots: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables: Tensor) -> Batch:
+    """The active batch where these tensors are its own, else one derived from them."""
     batch = getattr(_active, "batch", None)
     if (
         batch is not None
@@ -155,7 +162,7 @@ def register_ops() -> Any:
         softcap: float,
         backend: str,
     ) -> torch.Tensor:
-        batch = _batch_of(slots, cu_seqlens_q, seq_lens, block_tables)
+        batch = batch_of(slots, cu_seqlens_q, seq_lens, block_tables)
         key_cache, value_cache = key_pool[layer], value_pool[layer]
         write_kv(key, value, key_cache, value_cache, slots)
         return paged_backend(backend)(
@@ -184,7 +191,7 @@ def register_ops() -> Any:
         softcap: float,
         backend: str,
     ) -> torch.Tensor:
-        batch = _batch_of(slots, cu_seqlens_q, seq_lens, block_tables)
+        batch = batch_of(slots, cu_seqlens_q, seq_lens, block_tables)
         return gathered_backend(backend)(query, key, value, batch, scale=scale, window=window, softcap=softcap)
 
     paged = torch.library.custom_op(

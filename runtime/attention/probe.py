@@ -33,6 +33,7 @@ class ModelProbe:
 
     needs_cache: the model must be given a `StepCache`. cache_argument: its name in `forward` (`cache`, or
     `past_key_values` before transformers 5.20). keeps_logits: `forward` takes `logits_to_keep`.
+    passes_keywords: keyword arguments of `forward` reach the attention function (needed to compile the model).
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -40,6 +41,7 @@ class ModelProbe:
     needs_cache: bool
     cache_argument: str
     keeps_logits: bool
+    passes_keywords: bool
     vocab_size: int
 
     def attach(self, backend: str) -> None:
@@ -74,7 +76,10 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 
 
 class _ProbeCache:
-    """Returns what it is given, and remembers the shapes and whether lengths were asked for."""
+    """Returns what it is given, and remembers the shapes and whether a layer asked for its length.
+
+    A model that asks for the length outside its layers does so to number positions, which it is given.
+    """
 
     is_compileable = False
 
@@ -86,8 +91,8 @@ class _ProbeCache:
         self.shapes[layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
         return key, value
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.asked_length = True
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        self.asked_length = self.asked_length or layer_idx is not None
         return 0
 
 
@@ -97,6 +102,7 @@ class _Recorder:
         self.layers: list[AttentionLayer] = []
         self.modules: list[nn.Module] = []
         self.faults: list[str] = []
+        self.passes_keywords = True
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -104,8 +110,7 @@ class _Recorder:
         name = type(module).__name__
         if attention_mask is not None:
             self.faults.append(f"{name} builds its own attention mask")
-        if kwargs.get("paged_slots") is None:
-            self.faults.append(f"{name} does not pass keyword arguments on to its attention function")
+        self.passes_keywords = self.passes_keywords and kwargs.get("paged_slots") is not None
         if getattr(module, "is_causal", True) is False:
             self.faults.append(f"{name} is not causal")
         for argument in UNSUPPORTED_ARGUMENTS:
@@ -209,6 +214,7 @@ def probe_model(model: Any) -> ModelProbe:
         needs_cache=gathers or (cached and cache.asked_length),
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         keeps_logits="logits_to_keep" in parameters,
+        passes_keywords=recorder.passes_keywords,
         vocab_size=logits.shape[-1],
     )
 

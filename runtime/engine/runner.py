@@ -162,7 +162,7 @@ class EagerRunner:
         if not plan.rows:
             return torch.empty(0, self.vocab_size, device=self.device)
         step = to_device(self._builder.arrays(plan), self.device)
-        with torch.inference_mode(), active_batch(step.batch):
+        with torch.inference_mode(), active_batch(step.batch, pool.tensors):
             return self._forward(step, pool)
 
     def _forward(self, step: StepTensors, pool: KVPool) -> torch.Tensor:
