@@ -15,7 +15,8 @@ import statistics
 import time
 
 from llmopt.runtime.engine.request import Request
-from llmopt.runtime.engine.scheduler import Scheduler, SchedulerConfig
+from llmopt.runtime.engine.scheduler import Scheduler
+from llmopt.runtime.engine.scheduler_config import SchedulerConfig
 
 
 def measure(num_seqs: int, context: int, steps: int, drafts: int, block_size: int = 16) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 
 @dataclass(slots=True)
@@ -40,26 +41,29 @@ class EngineMetrics:
 
 
 class RateWindow:
-    """Events per second over a sliding window."""
+    """Events per second over a sliding window. One thread writes; `recent` may be read by any."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds = seconds
-        self._events: deque[tuple[float, int]] = deque()
-        self._total = 0
-        self._start: float | None = None
+        self._steps: deque[tuple[float, int]] = deque()
+        self._total = self._open = 0
+        self._latest: tuple[float, float] = (-inf, 0.0)
 
-    def add(self, now: float, count: int) -> None:
-        if self._start is None:
-            self._start = now
-        self._events.append((now, count))
-        self._total += count
-        self._drop(now)
+    def add(self, count: int) -> None:
+        self._open += count
 
-    def rate(self, now: float) -> float:
-        self._drop(now)
-        span = min(self.seconds, now - self._start) if self._start is not None else 0.0
-        return self._total / span if span > 0 else 0.0
+    def close_step(self, now: float) -> None:
+        """Book what came since the last call. The window starts at the end of a step, whose own events it leaves out,
+        so that the rate is events over the time that made them."""
+        self._steps.append((now, self._open))
+        self._total += self._open
+        self._open = 0
+        while self._steps[0][0] < now - self.seconds:
+            self._total -= self._steps.popleft()[1]
+        start, first = self._steps[0]
+        self._latest = (now, (self._total - first) / (now - start) if now > start else 0.0)
 
-    def _drop(self, now: float) -> None:
-        while self._events and self._events[0][0] <= now - self.seconds:
-            self._total -= self._events.popleft()[1]
+    def recent(self, now: float) -> float:
+        """Events per second up to the last step; 0 once that is longer ago than the window."""
+        when, rate = self._latest
+        return rate if now - when <= self.seconds else 0.0

@@ -7,12 +7,15 @@ sees a module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from .plan import StepPlan
 
 if TYPE_CHECKING:
     import torch
+
+    from .request import Request
 
 
 @runtime_checkable
@@ -56,3 +59,25 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **kwargs: object) -> str: ...
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens for requests that are about to decode; the engine verifies them (lossless whatever is proposed).
+
+    Called from the step loop only. `Request` is the engine's own object: read it, change nothing.
+    """
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """For each request the drafts (maybe none) that should follow its `token_ids`.
+
+        If it raises, it is called again with one request at a time, and those for which it raises end with `error`.
+        """
+        ...
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """A row with drafts was verified. Called before the accepted tokens are in `request.token_ids`."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        ...

@@ -1,0 +1,52 @@
+"""The engine's side of speculation: asking the drafter, and telling it how its drafts fared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .metrics import EngineMetrics
+from .protocols import Drafter
+from .request import Request
+from .step_results import RowResult
+
+
+def propose(drafter: Drafter, running: Sequence[Request]) -> list[tuple[Request, Exception]]:
+    """Set `drafts` of the requests that decode next. Returns those for which the drafter raises, asked one by one."""
+    ready = [request for request in running if request.num_tokens - request.num_computed == 1]
+    if not ready:
+        return []
+    failed: list[tuple[Request, Exception]] = []
+    try:
+        proposals = [tuple(drafts) for drafts in drafter.propose(ready)]
+    except Exception:
+        proposals = []
+        for request in ready:
+            try:
+                proposals.append(tuple(drafter.propose([request])[0]))
+            except Exception as error:
+                proposals.append(())
+                failed.append((request, error))
+    for request, drafts in zip(ready, proposals):
+        request.drafts = drafts
+    return failed
+
+
+def observe(drafter: Drafter | None, result: RowResult, counters: EngineMetrics) -> None:
+    """Count a verified row and report it; the result's `error` is set if the drafter raises."""
+    counters.spec_decode_num_drafts_total += 1
+    counters.spec_decode_num_draft_tokens_total += result.num_drafts
+    counters.spec_decode_num_accepted_tokens_total += result.num_accepted
+    if drafter is None:
+        return
+    try:
+        drafter.observe(result.request, result.num_drafts, result.num_accepted)
+    except Exception as error:
+        result.error = error
+
+
+def forget(drafter: Drafter, request: Request) -> None:
+    """The request has ended; what the drafter raises becomes its error where it has none."""
+    try:
+        drafter.forget(request)
+    except Exception as error:
+        request.error = request.error or error
