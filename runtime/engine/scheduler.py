@@ -98,7 +98,7 @@ class Scheduler:
         self.add(child, rank=parent.rank[0])
         if parent.status is not Status.RUNNING or len(self.running) >= self.config.max_num_seqs:
             return
-        if self._peek() is not child:
+        if self._peek() is not child or child.wants_prompt_logprobs:  # these need every position's logits
             return
         table = parent.table.fork(child.token_ids[:common])
         missing = table.missing(len(child.token_ids))
