@@ -95,9 +95,10 @@ class Detokenizer:
         self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._window = list(prompt[-_CONTEXT:]) if not vocabulary.exact else []
+        self._window = [] if vocabulary.exact else self._context(prompt)
         self._shown = len(self._window)
-        """Tokens of the window whose text is out (generic path)."""
+        """Tokens of the window whose text is out. The window begins where a piece of text began, hence with a whole
+        character (generic path only)."""
 
     def push(self, token_id: int) -> str:
         """The text that this token makes sure; empty while a character is incomplete."""
@@ -117,9 +118,17 @@ class Detokenizer:
         incomplete = after.endswith("\ufffd") and len(self._window) - self._shown < _LONGEST_CHARACTER
         if len(after) <= len(before) or (incomplete and not final):
             return ""
-        self._window = self._window[-_CONTEXT:]
+        del self._window[: self._shown]
         self._shown = len(self._window)
         return after[len(before) :]
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The end of the prompt, from the start of a character."""
+        for start in range(max(0, len(prompt) - _CONTEXT), len(prompt)):
+            window = list(prompt[start:])
+            if not self._decode(window).startswith("\ufffd"):
+                return window
+        return []
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._vocabulary.tokenizer.decode(
@@ -128,7 +137,7 @@ class Detokenizer:
 
 
 _CONTEXT = 6
-"""Tokens before the new ones that are decoded with them, so that spacing rules see their surroundings."""
+"""Tokens of the prompt that are decoded with the first new ones, so that spacing rules see their surroundings."""
 _LONGEST_CHARACTER = 8
 """Tokens after which a replacement character is taken for real: no character has more bytes than 4."""
 

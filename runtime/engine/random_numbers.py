@@ -27,7 +27,7 @@ def mix(value: int) -> int:
 
 def request_key(seed: int, index: int) -> int:
     """Key of the `index`-th sequence of a request with this seed (any integer)."""
-    return mix(mix(seed & _MASK) ^ mix((index + 1) & _MASK))
+    return mix(mix(seed & _MASK) ^ index)
 
 
 def uniforms(keys: Sequence[int], positions: Sequence[int], stream: int = SAMPLE) -> np.ndarray:
