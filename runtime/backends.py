@@ -1,0 +1,72 @@
+"""Chooses what runs an opened model: the native engine, or StaticBatch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..optimizer.errors import RunError, UsageError
+from .chat import context_length
+from .completion import Backend
+
+if TYPE_CHECKING:
+    from .open import OpenedModel
+
+ENGINES = ("auto", "static", "native")
+
+
+def make_backend(opened: OpenedModel, engine: str, draft: bool, options: dict[str, Any]) -> Backend:
+    """The backend named `engine`; for "auto" the native one where it supports the model, else static with a note.
+
+    Raises UsageError for an unknown name or option, RunError where the RuntimeSpec asks for what no backend has.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"there is no engine {engine!r}", what_to_do=f"Use one of {', '.join(ENGINES)}.")
+    check_kv_cache(opened)
+    return static_backend(opened, draft, options)
+
+
+def check_kv_cache(opened: OpenedModel) -> None:
+    """Raise RunError where the RuntimeSpec asks for a KV cache that this version does not have."""
+    spec = opened.runtime.kv_cache
+    if spec.kind not in ("dynamic", "paged") or spec.dtype != "auto":
+        raise RunError(
+            f"the artifact asks for a KV cache of kind {spec.kind} and dtype {spec.dtype}, which this version does not "
+            "have",
+            where=str(opened.folder),
+            what_to_do="Upgrade llmopt, or make the artifact with kind paged or dynamic and dtype auto.",
+        )
+
+
+def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) -> Backend:
+    """StaticBatch over the model, with the RuntimeSpec's drafts unless `draft` is False."""
+    from .drafting import make_drafter
+    from .static_batch import StaticBatch
+
+    unknown = sorted(set(options) - {"max_batch"})
+    if unknown:
+        raise UsageError(f"the static engine has no option {unknown[0]!r}", what_to_do="Its one option is max_batch.")
+    spec = opened.runtime.draft
+    drafter = make_drafter(spec, opened.folder, opened.module, opened.module.dtype) if draft else None
+    if opened.runtime.kv_cache.kind == "paged":
+        opened.note("KV cache: dynamic, not paged (the static engine has no blocks)", "fallback")
+    if drafter is not None:
+        opened.note(f"drafts: {spec.kind}, for one sequence at a time")
+    return StaticBatch(
+        opened.module,
+        opened.tokenizer,
+        eos_token_ids(opened),
+        context_length=context_length(opened.module.config),
+        drafter=drafter,
+        num_draft_tokens=spec.num_tokens,
+        **options,
+    )
+
+
+def eos_token_ids(opened: OpenedModel) -> list[int]:
+    """Tokens that end a text: the generation config's, else the model config's, else the tokenizer's."""
+    config = opened.module.config
+    for source in (opened.generation_config, config, config.get_text_config(), opened.tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []

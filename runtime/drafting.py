@@ -1,0 +1,157 @@
+"""Drafted tokens for a single sequence: from n-grams of its own text, or from a smaller model.
+
+Drafts are proposed as certain, and verified by sampling every position as plain decoding would (see
+`engine/sampler.py`), so they change how many tokens a step gives, never which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ..optimizer.errors import RunError
+from ..optimizer.runtime_spec import DraftSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+FIRST_LENGTH, LONGEST = 4, 16
+"""Drafts of the first step and most drafts of a step where the RuntimeSpec leaves the number open."""
+
+
+class Drafter(Protocol):
+    """Proposes what comes after `token_ids` (prompt and output so far, at least one token)."""
+
+    def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        """At most `count` tokens; none where it has no idea."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the sequence; the next call brings another one."""
+        ...
+
+
+class NgramDrafter:
+    """Proposes what followed the longest n-gram that the text ends with, where that came last before.
+
+    Prompt lookup decoding (Saxena 2023). The index grows with the text: a step costs O(max_ngram), not O(text).
+    n-grams are at least 2 long, unless `max_ngram` is 1: single tokens recur too often to predict anything.
+    """
+
+    def __init__(self, max_ngram: int = 3) -> None:
+        self.max_ngram = max_ngram
+        self.min_ngram = min(2, max_ngram)
+        self.reset()
+
+    def reset(self) -> None:
+        self._tokens: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        known = len(self._tokens)
+        if len(token_ids) < known or list(token_ids[max(0, known - 8) : known]) != self._tokens[-8:]:
+            self.reset()
+            known = 0
+        for position in range(known, len(token_ids)):
+            self._add(token_ids[position])
+        tokens = self._tokens
+        for length in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
+            start = self._next.get(tuple(tokens[-length:]))
+            if start is not None:
+                return tuple(tokens[start : start + count])
+        return ()
+
+    def _add(self, token: int) -> None:
+        """Every n-gram that ended just before `token` is followed by it."""
+        end = len(self._tokens)
+        for length in range(self.min_ngram, min(self.max_ngram, end) + 1):
+            self._next[tuple(self._tokens[end - length : end])] = end
+        self._tokens.append(token)
+
+
+class ModelDrafter:
+    """Greedy continuation by a smaller model of the same vocabulary, with a cache of its own.
+
+    vocab_size: of the target; a token that the target does not have is never proposed.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+        from .cached_forward import CachedForward
+
+        self._forward = CachedForward(model)
+        self._vocab_size = vocab_size
+        self.reset()
+
+    def reset(self) -> None:
+        self._cache = self._forward.new_cache(rollback=True)
+        self._seen: list[int] = []
+
+    def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        import torch
+
+        limit = min(len(self._seen), len(token_ids) - 1)
+        same = next((i for i in range(limit) if self._seen[i] != token_ids[i]), limit)
+        if self._cache is None or not self._forward.can_roll_back(self._cache):
+            self.reset()
+            same = 0
+        else:
+            self._forward.roll_back(self._cache, len(self._seen) - same)
+        self._seen = list(token_ids[:same])
+        fresh, drafts = list(token_ids[same:]), []
+        for _ in range(count):
+            ids = torch.tensor([fresh], device=self._forward.device)
+            logits = self._forward(ids, self._cache, keep=1, history=[[*self._seen, *fresh]])
+            self._seen += fresh
+            token = int(logits[0, -1, : self._vocab_size].argmax())
+            drafts.append(token)
+            fresh = [token]
+        return tuple(drafts)
+
+
+class DraftLength:
+    """How many tokens to draft: fixed, or doubled after a step that took all, cut to one more than was taken after
+    another."""
+
+    def __init__(self, fixed: int | None) -> None:
+        self.fixed = fixed
+        self.now = fixed or FIRST_LENGTH
+
+    def update(self, drafted: int, accepted: int) -> None:
+        if self.fixed is None and drafted:
+            self.now = min(2 * self.now, LONGEST) if accepted == drafted else accepted + 1
+
+
+def make_drafter(spec: DraftSpec, folder: Path, target: PreTrainedModel, dtype: torch.dtype) -> Drafter | None:
+    """The drafter that a RuntimeSpec asks for; None for kind `none`.
+
+    A draft model is a folder inside the artifact, another folder, or a hub id that is in the local cache. Raises
+    RunError where it is not there or has another vocabulary size than the target's tokenizer can name.
+    """
+    if spec.kind == "none":
+        return None
+    if spec.kind == "ngram":
+        return NgramDrafter(spec.max_ngram)
+    from .open import open_model
+
+    opened = open_model(draft_folder(spec, folder), str(target.device), str(dtype).removeprefix("torch."))
+    return ModelDrafter(opened.module, target.get_input_embeddings().num_embeddings)
+
+
+def draft_folder(spec: DraftSpec, folder: Path) -> Path:
+    """Where the draft model lies. Raises RunError where it is not on this machine."""
+    name = spec.model or ""
+    for candidate in (folder / name, Path(name)):
+        if name and candidate.is_dir():
+            return candidate
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=spec.revision, local_files_only=True))
+    except Exception as error:  # huggingface_hub raises many kinds: not an id, not cached, not readable
+        raise RunError(
+            f"the draft model {name!r} is not on this machine",
+            where=str(folder),
+            what_to_do="Fetch it into the hub cache, or load with draft=False.",
+        ) from error
