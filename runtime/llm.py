@@ -109,6 +109,11 @@ class LLM:
         return self._opened.manifest
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids lie in 0 … vocab_size - 1."""
+        return self._backend.vocab_size
+
+    @property
     def context_length(self) -> int | None:
         """Most tokens of prompt and output together."""
         limits = [n for n in (self._backend.context_length, context_length(self._opened.module.config)) if n]
