@@ -59,10 +59,22 @@ def resolve(model: str | Path, revision: str | None = None) -> SourceIdentity:
 
 
 def describe(source: SourceIdentity, trust_remote_code: bool = False) -> ModelInfo:
-    """Read config and weight headers. Raises an error naming the file that is missing, truncated or not usable."""
-    return ModelInfo(
-        source, open_config(source.folder, trust_remote_code), read_headers(source.folder), trust_remote_code
-    )
+    """Read config and weight headers, and hold their shapes against each other.
+
+    Raises an error naming the file that is missing, truncated or not usable, or the tensor of another shape.
+    """
+    config = open_config(source.folder, trust_remote_code)
+    info = ModelInfo(source, config, read_headers(source.folder), trust_remote_code)
+    try:
+        expected = {name: tuple(tensor.shape) for name, tensor in info.skeleton.state_dict().items()}
+    except Exception as error:
+        what = f"transformers builds no causal language model from it ({type(error).__name__}: {error})"
+        raise UsageError(what, str(source.folder / "config.json")) from None
+    for name, tensor in info.tensors.items():
+        if expected.get(name, tensor.shape) != tensor.shape:
+            what = f"{name} has shape {tensor.shape}, config.json makes it {expected[name]}"
+            raise RunError(what, str(source.folder / tensor.file), "The two do not belong together")
+    return info
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
