@@ -95,7 +95,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
     if indivisible:
         out.refusals.append(
             f"the group size does not divide the input features of {len(indivisible)} modules: "
-            f"{', '.join(indivisible)}. Set a group size that divides them, `indivisible: smaller_group`, or ignore these modules"
+            f"{', '.join(indivisible)}. Set a group size that divides them, `indivisible: smaller_group`, or ignore "
+            "these modules"
         )
     schemes = {t.scheme for t in out.modules}
     if len(schemes) > 1 and not all(scheme.symmetric for scheme in schemes):

@@ -1,0 +1,110 @@
+"""Hessians of layer inputs: `H = mean(x x^T)` accumulated in float32, shared by layers that see the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+PANEL = 256
+"""Columns of the Hessian computed at once; only panels on and below the diagonal are."""
+
+
+class Hessian:
+    """Sum of `x x^T` over all input rows, float32 [K, K], and their number."""
+
+    def __init__(self, columns: int, device: torch.device) -> None:
+        self.sum = torch.zeros(columns, columns, device=device)
+        self.rows = 0
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Add inputs `[..., K]` of any floating dtype; products and sums are float32."""
+        rows = inputs.reshape(-1, inputs.shape[-1]).float()
+        self.rows += rows.shape[0]
+        columns = rows.shape[1]
+        for start in range(0, columns, PANEL):
+            stop = min(start + PANEL, columns)
+            self.sum[start:, start:stop].addmm_(rows[:, start:].t(), rows[:, start:stop])
+
+    def copy(self) -> Hessian:
+        other = Hessian.__new__(Hessian)
+        other.sum, other.rows = self.sum.clone(), self.rows
+        return other
+
+    def mean(self) -> torch.Tensor:
+        """The full symmetric matrix, divided by the number of rows; float32 [K, K]."""
+        lower = torch.tril(self.sum)
+        return (lower + torch.tril(lower, -1).t()).div_(max(1, self.rows))
+
+
+@dataclass
+class InputGroup:
+    """Layers whose inputs were the same tensor in every call, and the Hessian of those inputs."""
+
+    names: list[str]
+    hessian: Hessian
+    first_call: int
+
+
+@dataclass
+class HessianCollector:
+    """Hooks that gather the Hessians of named layers while a block runs.
+
+    Layers that were given the very same tensor share one matrix (query, key and value projections, for example); a
+    group splits where its members' inputs part. Call `flush` after each forward.
+    """
+
+    layers: Mapping[str, nn.Module]
+    groups: list[InputGroup] = field(default_factory=list)
+    _pending: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @contextmanager
+    def hooks(self) -> Iterator[HessianCollector]:
+        """Attach the hooks for the duration."""
+        handles = [layer.register_forward_pre_hook(self._hook(name)) for name, layer in self.layers.items()]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._pending.setdefault(name, []).append(args[0])
+
+        return hook
+
+    def flush(self) -> None:
+        """Add the inputs recorded since the last flush to their Hessians."""
+        if not self.groups:
+            self._form_groups()
+        for group in list(self.groups):
+            parts: dict[tuple[int, ...], list[str]] = {}
+            for name in group.names:
+                parts.setdefault(tuple(id(x) for x in self._pending.get(name, [])), []).append(name)
+            for other in list(parts.values())[1:]:
+                self.groups.append(InputGroup(other, group.hessian.copy(), group.first_call))
+                self._add(self.groups[-1])
+            group.names = next(iter(parts.values()))
+            self._add(group)
+        self._pending.clear()
+
+    def _form_groups(self) -> None:
+        groups: dict[tuple[int, ...], InputGroup] = {}
+        called = list(self._pending)
+        for name in called + [name for name in self.layers if name not in self._pending]:
+            key = tuple(id(x) for x in self._pending.get(name, [])) or (-1 - len(groups),)
+            if key not in groups:
+                layer = self.layers[name]
+                hessian = Hessian(layer.in_features, layer.weight.device)
+                groups[key] = InputGroup([], hessian, len(groups))
+            groups[key].names.append(name)
+        self.groups = list(groups.values())
+
+    def _add(self, group: InputGroup) -> None:
+        for inputs in self._pending.get(group.names[0], []):
+            group.hessian.add(inputs)
