@@ -78,6 +78,8 @@ def paged_backend(name: str) -> Callable[..., Tensor]:
         from .reference import paged_attention_reference as function
     elif name == "torch":
         from .cpu import paged_attention_torch as function
+    elif name == "compiled":
+        from .compiled import paged_attention_compiled as function
     elif name == "varlen":
         from .varlen import paged_attention_varlen as function
     elif name == "flash_attn":
@@ -89,7 +91,7 @@ def paged_backend(name: str) -> Callable[..., Tensor]:
     return function
 
 
-BACKENDS = ("reference", "torch", "varlen", "flash_attn", "triton")
+BACKENDS = ("reference", "torch", "compiled", "varlen", "flash_attn", "triton")
 """Every backend by its name; `select.py` says which of them run where."""
 
 
@@ -109,6 +111,16 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
 
+@cache
+def cache_writer(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    """How a backend's pool is written: (key, value, key_cache, value_cache, slots)."""
+    if name == "compiled":
+        from .compiled import write_kv_compiled
+
+        return write_kv_compiled
+    return write_kv
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -123,7 +135,7 @@ def attend(
     backend: str,
 ) -> Tensor:
     """Write one layer's new keys and values into the pool, then attend. query [T, H, Dk] → [T, H, Dv]."""
-    write_kv(key, value, key_cache, value_cache, batch.slots)
+    cache_writer(backend)(key, value, key_cache, value_cache, batch.slots)
     return paged_backend(backend)(
         query,
         key_cache,
@@ -164,7 +176,7 @@ def register_ops() -> Any:
     ) -> torch.Tensor:
         batch = batch_of(slots, cu_seqlens_q, seq_lens, block_tables)
         key_cache, value_cache = key_pool[layer], value_pool[layer]
-        write_kv(key, value, key_cache, value_cache, slots)
+        cache_writer(backend)(key, value, key_cache, value_cache, slots)
         return paged_backend(backend)(
             query,
             key_cache,

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class KVGroup:
-    """key: [L, N, B, H, Dk], value: [L, N, B, H, Dv]: L layers, N blocks of B tokens."""
+    """key: [L, N, B, H, Dk], value: [L, N, B, H, Dv]: L layers, N blocks of B tokens.
+
+    The compiled backend has a layout of its own, with the same two outermost dimensions.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -45,7 +48,7 @@ def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int, itemsize:
 class KVPool:
     """Keys and values of `num_blocks` blocks, plus one scratch block (number `num_blocks`) that padding may write.
 
-    Raises RunError where the memory cannot be had.
+    backend: the attention backend whose layout the tensors have. Raises RunError where the memory cannot be had.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        backend: str = "torch",
     ) -> None:
         import torch
 
@@ -67,6 +71,11 @@ class KVPool:
         try:
             for number in sorted(counts):
                 count, (heads, key_dim, value_dim) = counts[number]
+                if backend == "compiled":
+                    from .compiled import allocate
+
+                    self.groups.append(KVGroup(*allocate(count, num_blocks + 1, block_size, heads, key_dim, dtype)))
+                    continue
                 shape = (count, num_blocks + 1, block_size, heads)
                 self.groups.append(
                     KVGroup(

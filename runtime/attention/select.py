@@ -14,7 +14,8 @@ from .op import BACKENDS
 if TYPE_CHECKING:
     import torch
 
-ALIASES = {"cpu": "torch", "sdpa": "torch", "eager": "torch"}
+ALIASES = {"sdpa": "torch", "eager": "torch"}
+"""Names that a recipe may use (`attention.backend`), and the paged backend that computes the same."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ def refusal(
 
     if name in ("reference", "torch"):
         return ""
+    if name == "compiled":
+        if device.type != "cpu":
+            return "it runs on the CPU"
+        from .compiled import refusal as compiled_refusal
+
+        return compiled_refusal(layers, dtype, block_size)
     if name == "triton":
         if find_spec("triton") is None:
             return "triton is not installed"
@@ -87,7 +94,7 @@ def refusal(
     return _shape_fault(layers, dtype, block_size, 256)
 
 
-BLOCK_SIZES = {"reference": 16, "torch": 16, "triton": 16, "varlen": 256, "flash_attn": 256}
+BLOCK_SIZES = {"reference": 16, "torch": 16, "compiled": 32, "triton": 16, "varlen": 256, "flash_attn": 256}
 
 
 def choose(
@@ -111,7 +118,7 @@ def choose(
         if why:
             raise RunError(f"attention backend {wanted!r} cannot run here: {why}", what_to_do="Use attention='auto'")
         return AttentionChoice(wanted, "asked for", block_size or BLOCK_SIZES[wanted])
-    order = ("varlen", "flash_attn", "triton", "torch") if device.type == "cuda" else ("torch",)
+    order = ("varlen", "flash_attn", "triton", "torch") if device.type == "cuda" else ("compiled", "torch")
     refused = []
     for name in order:
         why = refusal(name, layers, dtype, device, block_size)

@@ -135,7 +135,7 @@ class EagerRunner:
         self._frozen_rope = freeze_rope(self.model)
 
     def _allocate(self, num_blocks: int, dtype: torch.dtype) -> None:
-        self._pool = KVPool(self.probe.layers, num_blocks, self.block_size, dtype, self.device)
+        self._pool = KVPool(self.probe.layers, num_blocks, self.block_size, dtype, self.device, self.attention.name)
         self._builder = BatchBuilder(self.block_size, num_blocks)
 
     def _warm_up(self, dtype: torch.dtype, tokens: int) -> None:

@@ -1,0 +1,111 @@
+"""The compiled backend: the native paged kernels of `runtime/kernels` (CPU), called once a layer.
+
+The pool has the kernels' own layout (`kernels.attention.allocate_kv`), so its block size is a multiple of 32. Arguments
+that are the same for all layers of a step are prepared once and kept in the batch's memo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .layer import AttentionLayer, Batch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def refusal(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_size: int | None) -> str:
+    """Why the native kernels cannot run these layers here; empty where they can. Compiles them at first use."""
+    from ..kernels.attention import BLOCK_MULTIPLE
+    from ..kernels.build import NativeUnavailable
+    from ..kernels.native import CACHE_FORMATS, library
+
+    if dtype not in CACHE_FORMATS:
+        return f"its cache holds float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if block_size is not None and block_size % BLOCK_MULTIPLE:
+        return f"block_size {block_size} is not a multiple of {BLOCK_MULTIPLE}"
+    for layer in layers:
+        if layer.kind != "paged":
+            return "latent attention runs in gather mode"
+        if layer.key_dim != layer.value_dim:
+            return f"keys of {layer.key_dim} and values of {layer.value_dim} elements"
+        if layer.chunk or layer.sink_tokens:
+            return "chunked attention and kept first tokens have no argument there"
+    try:
+        library()
+    except NativeUnavailable as error:
+        return str(error)
+    return ""
+
+
+def allocate(
+    num_layers: int, num_blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Zeroed (keys, values) of one group of layers, outermost dimension the layer."""
+    from ..kernels.attention import allocate_kv
+
+    return allocate_kv(num_blocks, block_size, heads, head_dim, dtype, num_layers=num_layers)
+
+
+def _geometry(key_cache: Tensor, head_dim: int) -> tuple[int, int, int, int, int]:
+    """(format, blocks, block size, KV heads, head dim) of a cache [N, H, dp/2, B, 2] (bfloat16) or [N, H, dp, B]."""
+    from ..kernels.native import CACHE_FORMATS
+
+    return CACHE_FORMATS[key_cache.dtype], key_cache.shape[0], key_cache.shape[3], key_cache.shape[1], head_dim
+
+
+def write_kv_compiled(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """key and value [T, H, D] into their slots (int64 [T]). Raises MemoryError where the kernel has none."""
+    import torch
+
+    from ..kernels.native import library
+
+    where = slots.to(torch.int32)
+    keys, values = key.to(torch.float32).contiguous(), value.to(torch.float32).contiguous()
+    if library().llmopt_write_kv(
+        *_geometry(key_cache, key.shape[-1]), key_cache.data_ptr(), value_cache.data_ptr(), where.numel(),
+        where.data_ptr(), keys.data_ptr(), values.data_ptr(),
+    ):  # fmt: skip
+        raise MemoryError("no memory for the native cache write")
+
+
+def paged_attention_compiled(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    sink_tokens: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query [T, H, D] → [T, H, D] in the query's dtype, over caches of `allocate` (one layer of them).
+
+    The batch comes from a runner, which has checked its blocks. Raises MemoryError where the kernel has no memory.
+    """
+    import torch
+
+    from ..kernels.native import library
+
+    if chunk or sink_tokens:
+        raise ValueError("the native kernels take no chunk or sink_tokens")
+    if "compiled" not in batch.memo:
+        batch.memo["compiled"] = tuple(
+            t.to(torch.int32).contiguous() for t in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables)
+        )
+    starts, lengths, tables = batch.memo["compiled"]
+    extra = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
+    rows = query.to(torch.float32).contiguous()
+    out = torch.empty_like(rows)
+    if library().llmopt_attention(
+        *_geometry(key_cache, query.shape[-1]), key_cache.data_ptr(), value_cache.data_ptr(), query.shape[1],
+        rows.data_ptr(), out.data_ptr(), lengths.shape[0], starts.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
+        tables.shape[1], scale, softcap, window, None if extra is None else extra.data_ptr(),
+    ):  # fmt: skip
+        raise MemoryError("no memory for native attention")
+    return out.to(query.dtype)
