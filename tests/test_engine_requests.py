@@ -19,6 +19,15 @@ from transformers import PreTrainedTokenizerFast
 V = 64
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small gain nothing from more, and threads that wait for busy neighbours cost milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def letters_tokenizer():
     """Byte-level, one letter a token: ids 0–63 are '!' … '`' (id 32 is 'A')."""
     core = Tokenizer(models.BPE({chr(33 + i): i for i in range(V)}, []))

@@ -25,6 +25,15 @@ from llmopt.runtime.engine.sampling_params import SamplingParams
 V = 50
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small gain nothing from more, and threads that wait for busy neighbours cost milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def logits_of(rows, vocab=V, seed=0, scale=3.0):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
