@@ -75,11 +75,11 @@ class Config(Options):
         "each of them the largest multiple of 8 below the group size that does, which is reported.",
     )
     scale_search: int = Field(
-        20,
+        10,
         ge=0,
         le=200,
-        description="Narrower ranges tried for each group; the one with the least squared error wins (weighted by the "
-        "squared inputs where there is calibration). 0 or 1 takes the full range.",
+        description="Ranges tried for each group, besides its full one and a least-squares fit; the least squared "
+        "error wins (weighted by the squared inputs where there is calibration). 0 takes the full range.",
     )
     desc_act: bool = Field(
         True, description="gptq: round the columns with the largest inputs first (activation order)."

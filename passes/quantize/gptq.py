@@ -43,7 +43,7 @@ def quantize_gptq(
     desc_act: bool = True,
     static_groups: bool = True,
     damping: float = 0.01,
-    search_steps: int = 20,
+    search_steps: int = 16,
     block_size: int = 64,
 ) -> GPTQResult:
     """Quantize `weight` [N, K] (any floating dtype) given `hessian` float32 [K, K]; scales are stored in `dtype`.
@@ -142,7 +142,7 @@ class _Grid:
         part = work[index[0] * size : (index[-1] + 1) * size]
         values = to_groups(part.t(), len(index))
         bits, symmetric = self.scheme.bits, self.scheme.symmetric
-        if self.search_steps > 1:
+        if self.search_steps > 0:
             chosen = self.importance[index[0] : index[-1] + 1]
             scales, zeros = search_grid(values, bits, symmetric, self.dtype, chosen, self.search_steps)
         else:

@@ -33,12 +33,12 @@ def quantize_rtn(
 ) -> Quantized:
     """Quantize `weight` [N, K] (any floating dtype) with scales stored in `dtype`.
 
-    search_steps: 0 takes each group's full range, more try that many narrower ranges for the least squared error,
+    search_steps: 0 takes each group's full range, more search that many ranges for the least squared error,
     columns weighted by `importance` (float32 [K]). Raises ValueError where the group size does not divide K.
     """
     num_groups = scheme.num_groups(weight.shape[1])
     groups = to_groups(weight.float(), num_groups)
-    if search_steps > 1:
+    if search_steps > 0:
         per_column = None if importance is None else importance.float().view(num_groups, -1)
         scales, zeros = search_grid(groups, scheme.bits, scheme.symmetric, dtype, per_column, search_steps)
     else:
