@@ -45,7 +45,7 @@ def prove(
 
     Keys: `perplexity` and `divergence` (against the file of `write_reference`; both None without one), `speed` (None
     where the settings say so), `memory` (`weight_bytes`, `peak_rss`: bytes), `load_seconds`, `certificate` (what
-    was verified: files, backend, notes, texts). Raises RunError with the process's last line where it fails.
+    was verified: files, backend, notes, environment, samples). Raises RunError with the process's last line.
     """
     if not isinstance(settings, ProofSettings):
         settings = ProofSettings(**(settings or {}))
@@ -74,7 +74,7 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     load_seconds = time.perf_counter() - start
     perplexity, divergence = compare(opened, reference) if reference is not None else (None, None)
     with LLM.from_opened(opened, engine=settings.engine) as llm:  # type: ignore[arg-type]
-        texts = speak(llm, settings.prompts, settings.new_tokens)
+        samples = speak(llm, settings.prompts, settings.new_tokens)
         speed = measure_speed(llm, new_tokens=settings.new_tokens, rounds=settings.rounds) if settings.speed else None
         certificate = {
             "files_verified": len(opened.manifest["files"]) if opened.manifest else 0,
@@ -82,7 +82,8 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
             "device": str(llm.module.device),
             "dtype": str(llm.module.dtype).removeprefix("torch."),
             "notes": llm.notes,
-            "texts": texts,
+            "environment": environment(),
+            "samples": samples,
         }
         memory = {"weight_bytes": weight_bytes(llm.module), "peak_rss": peak_rss()}
     return {
@@ -117,6 +118,23 @@ def speak(llm: Any, prompts: Sequence[str], new_tokens: int) -> list[dict[str, A
         {"prompt": prompt, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
         for done, prompt in zip(llm.generate(prompts, max_new_tokens=new_tokens), prompts)
     ]
+
+
+def environment() -> dict[str, Any]:
+    """What may change the roundings of a forward pass, and so a text: libraries, processor, threads."""
+    import platform
+    from importlib.metadata import version
+
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("llmopt", "torch", "transformers")},
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:

@@ -22,7 +22,30 @@ def make_backend(opened: OpenedModel, engine: str, draft: bool, options: dict[st
     if engine not in ENGINES:
         raise UsageError(f"there is no engine {engine!r}", what_to_do=f"Use one of {', '.join(ENGINES)}.")
     check_kv_cache(opened)
-    return static_backend(opened, draft, options)
+    if engine == "static":
+        return static_backend(opened, draft, options)
+    reason = why_not_native(opened) if engine == "auto" else None
+    if reason is None:
+        from .native_backend import NativeBackend
+
+        try:
+            return NativeBackend(opened, draft, options)
+        except RunError as error:
+            if engine == "native":
+                raise
+            reason = str(error)
+    opened.note(f"engine: static, not native: {reason}", "fallback")
+    return static_backend(opened, draft, {k: v for k, v in options.items() if k == "max_batch"})
+
+
+def why_not_native(opened: OpenedModel) -> str | None:
+    """Why `auto` does not choose the native engine for this model, or None."""
+    from .attention.probe import unsupported_reason
+
+    backend = opened.runtime.attention.backend
+    if backend != "auto":
+        return f"the attention backend {backend} is asked for by name, and the engine has its own"
+    return unsupported_reason(opened.module)
 
 
 def check_kv_cache(opened: OpenedModel) -> None:

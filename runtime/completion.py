@@ -25,8 +25,8 @@ class Chunk:
     stop_reason: str | int | None = None
     index: int = 0
     """Which of the prompt's `n` sequences."""
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """Of every prompt token (None for the first), once, where asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the next prompt tokens, from the second on, where asked for."""
     error: BaseException | None = None
 
 
@@ -44,8 +44,11 @@ class Completion:
     stop_reason: str | int | None = None
     """The stop string or token id that ended it; None for a length limit."""
     logprobs: list[TokenLogprobs] | None = None
+    """One for each new token, where asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each prompt token, None for the first, where asked for."""
     index: int = 0
+    """Which of the prompt's `n` sequences."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,7 +101,7 @@ def collect(chunks: Iterable[Chunk], prompts: Sequence[Sequence[int]], counts: S
         now.token_ids.extend(chunk.token_ids)
         now.logprobs.extend(chunk.logprobs or ())
         if chunk.prompt_logprobs is not None:
-            now.prompt_logprobs = list(chunk.prompt_logprobs)
+            now.prompt_logprobs = [*(now.prompt_logprobs or [None]), *chunk.prompt_logprobs]
         if chunk.finish_reason is not None:
             done[key] = Completion(
                 text="".join(now.text),

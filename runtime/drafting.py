@@ -32,6 +32,10 @@ class Drafter(Protocol):
         """Forget the sequence; the next call brings another one."""
         ...
 
+    def sibling(self) -> Drafter:
+        """One like this, for another sequence."""
+        ...
+
 
 class NgramDrafter:
     """Proposes what followed the longest n-gram that the text ends with, where that came last before.
@@ -48,6 +52,9 @@ class NgramDrafter:
     def reset(self) -> None:
         self._tokens: list[int] = []
         self._next: dict[tuple[int, ...], int] = {}
+
+    def sibling(self) -> NgramDrafter:
+        return NgramDrafter(self.max_ngram)
 
     def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
         known = len(self._tokens)
@@ -87,6 +94,9 @@ class ModelDrafter:
     def reset(self) -> None:
         self._cache = self._forward.new_cache(rollback=True)
         self._seen: list[int] = []
+
+    def sibling(self) -> ModelDrafter:
+        return ModelDrafter(self._forward.model, self._vocab_size)
 
     def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
         import torch

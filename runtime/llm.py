@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..optimizer.errors import RunError, UsageError
 from .chat import check_ids, check_length, context_length, encode_prompt, split_prompts
-from .completion import Backend, Chunk, collect
+from .completion import Backend, Chunk, Completion, collect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -131,7 +131,7 @@ class LLM:
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         **more: Any,
-    ) -> Any:
+    ) -> Completion | list[Any]:
         """Continue one prompt or many.
 
         prompts: a str, a chat (list of messages), token ids, or a list of any of these.
@@ -182,13 +182,13 @@ class LLM:
         """`generate` for asyncio: runs in a thread, so that the event loop stays free."""
         return await asyncio.to_thread(lambda: self.generate(prompts, params, **sampling))
 
-    def score(self, texts: Any) -> Any:
+    def score(self, texts: Any) -> Score | list[Score]:
         """How likely the model finds texts (or token ids): one Score for one, a list for a list."""
         items, single = split_prompts(texts)
         ids, each = self._prepare(items, self._params(max_new_tokens=0, prompt_logprobs=0), single)
         found = collect(self._backend.stream(ids, each), ids, [1] * len(ids))
         scores = [
-            Score(one.prompt_token_ids, [None if t is None else t.logprob for t in one.prompt_logprobs or ()])
+            Score(one.prompt_token_ids, [None if t is None else t.logprob for t in one.prompt_logprobs or [None]])
             for (one,) in found
         ]
         return scores[0] if single else scores

@@ -242,11 +242,11 @@ def groups_of_equal_length(runs: Sequence[_Sequence], max_batch: int) -> list[li
     return groups
 
 
-def _prompt_logprobs(logits: torch.Tensor, one: _Sequence) -> tuple[TokenLogprobs | None, ...]:
+def _prompt_logprobs(logits: torch.Tensor, one: _Sequence) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of every prompt token but the first, from logits `[prompt, vocab]`."""
     targets = one.request.token_ids[1 : one.request.num_prompt_tokens]
     count = one.request.params.prompt_logprobs or 0
-    found: list[TokenLogprobs | None] = [None]
+    found: list[TokenLogprobs] = []
     for start in range(0, len(targets), LOGPROB_ROWS):
         part = targets[start : start + LOGPROB_ROWS]
         found += token_logprobs(logits[start : start + len(part)], part, [count] * len(part))

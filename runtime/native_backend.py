@@ -1,0 +1,146 @@
+"""The continuous-batching engine behind LLM: its thread starts with the first prompt and ends with `close`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ..optimizer.errors import UsageError, did_you_mean
+from .completion import Chunk
+from .drafting import Drafter, DraftLength, make_drafter
+
+if TYPE_CHECKING:
+    from .engine.loop import RequestHandle
+    from .engine.outputs import RequestOutput
+    from .engine.request import Request
+    from .engine.sampling_params import SamplingParams
+    from .open import OpenedModel
+
+RUNNER_OPTIONS = (
+    "attention",
+    "block_size",
+    "kv_cache_memory",
+    "max_model_len",
+    "memory_utilization",
+    "num_blocks",
+    "self_check",
+)
+MOST_DRAFTING = 4
+"""Requests that may run at once while drafts are made: a larger batch is busy enough without."""
+
+
+class NativeBackend:
+    """Implements `Backend` over `Engine`. See `EagerRunner` and `SchedulerConfig` for the options.
+
+    Raises UsageError for an unknown option, RunError where the engine cannot run the model.
+    """
+
+    name = "native"
+
+    def __init__(self, opened: OpenedModel, draft: bool, options: dict[str, Any]) -> None:
+        from .backends import eos_token_ids
+        from .engine.engine import Engine
+        from .engine.loop import EngineLoop
+        from .engine.runner import EagerRunner
+        from .engine.scheduler_config import SchedulerConfig
+
+        spec = opened.runtime
+        limits = {name: options[name] for name in (f.name for f in fields(SchedulerConfig)) if name in options}
+        for_runner = {name: options[name] for name in RUNNER_OPTIONS if name in options}
+        unknown = sorted(set(options) - set(limits) - set(for_runner))
+        if unknown:
+            known = [*RUNNER_OPTIONS, *(f.name for f in fields(SchedulerConfig))]
+            raise UsageError(f"the native engine has no option {unknown[0]!r}", "load", did_you_mean(unknown[0], known))
+        scheduler = SchedulerConfig(**{"prefix_caching": spec.kv_cache.prefix_caching, **limits})
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            for_runner[name] = getattr(scheduler, name)
+        if spec.kv_cache.block_size is not None:
+            for_runner.setdefault("block_size", spec.kv_cache.block_size)
+        drafter = make_drafter(spec.draft, opened.folder, opened.module, opened.module.dtype) if draft else None
+        runner = EagerRunner(opened.module, **for_runner)
+        self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
+        self.context_length: int | None = runner.max_model_len
+        self.vocab_size = runner.vocab_size
+        self.engine = Engine(
+            runner,
+            opened.tokenizer,
+            scheduler=scheduler,
+            eos_token_ids=eos_token_ids(opened),
+            drafter=None if drafter is None else RequestDrafter(drafter, spec.draft.num_tokens),
+        )
+        self._loop = EngineLoop(self.engine)
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
+    ) -> Iterator[Chunk]:
+        """See `Backend.stream`. Options: `priority`, `deadline` (see `Engine.add_request`).
+
+        All prompts run together; chunks come prompt by prompt. Leaving early aborts what still runs.
+        """
+        self._loop.start()
+        handles: list[RequestHandle] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                handles.append(self._loop.submit(prompt, each, **options))
+            for number, handle in enumerate(handles):
+                for output in handle:
+                    yield _chunk(number, output)
+        finally:
+            for handle in handles:
+                if not handle.done:
+                    handle.abort()
+
+    def close(self) -> None:
+        """End every request, stop the thread, give the model its own attention back."""
+        self._loop.close()
+
+
+def _chunk(number: int, output: RequestOutput) -> Chunk:
+    return Chunk(
+        prompt=number,
+        text=output.new_text,
+        token_ids=output.new_token_ids,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        index=output.index,
+        prompt_logprobs=output.prompt_logprobs,
+        error=output.error,
+    )
+
+
+class RequestDrafter:
+    """The engine's drafter: a sequence's own `Drafter` for each of the few requests that run.
+
+    first: the drafter of the first request, and the pattern of the others. fixed: tokens a step, None adapts.
+    """
+
+    def __init__(self, first: Drafter, fixed: int | None) -> None:
+        self._spare: list[Drafter] = [first]
+        self._fresh: Callable[[], Drafter] = first.sibling
+        self._fixed = fixed
+        self._running: dict[int, tuple[Drafter, DraftLength]] = {}
+
+    def propose(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+        if len(requests) > MOST_DRAFTING:
+            return [()] * len(requests)
+        return [self._propose(request) for request in requests]
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        if request.id in self._running:
+            self._running[request.id][1].update(num_drafts, num_accepted)
+
+    def forget(self, request: Request) -> None:
+        drafter, _ = self._running.pop(request.id, (None, None))
+        if drafter is not None and len(self._spare) < MOST_DRAFTING:
+            drafter.reset()
+            self._spare.append(drafter)
+
+    def _propose(self, request: Request) -> tuple[int, ...]:
+        if request.id not in self._running:
+            drafter = self._spare.pop() if self._spare else self._fresh()
+            self._running[request.id] = (drafter, DraftLength(self._fixed))
+        drafter, length = self._running[request.id]
+        count = min(length.now, request.max_total_tokens - request.num_tokens - 1)
+        return drafter.propose(request.token_ids, count) if count > 0 else ()
