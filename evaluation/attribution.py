@@ -60,10 +60,10 @@ def attribute_error(source: PreTrainedModel, changed: PreTrainedModel, ids: torc
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder blocks (members of the longest ModuleList with parameters) and what lies outside them, by name."""
+    """The decoder blocks (members of the largest ModuleList) and what lies outside them, by name."""
     from torch import nn
 
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and any(m.parameters())]
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     found: dict[str, nn.Module] = {}
     prefix = None
     if lists:

@@ -36,10 +36,10 @@ def load_packed(
     """
     import torch
 
-    from .kernels.packed import install_packed_linears
+    from ..exporters.compressed_tensors import install_packed_linears
 
     model = build_empty(config, dtype, trust_remote_code)
-    install_packed_linears(model, quantization_config)
+    install_packed_linears(model, quantization_config, dtype)
     loaded: set[str] = set()
     unexpected: list[str] = []
     for file in weight_files(folder):
