@@ -195,15 +195,16 @@ def _from_pretrained(folder: Path, dtype: torch.dtype, device: str, trust_remote
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             **({} if device == "cpu" else {"device_map": {"": device}}),
         )
     except LlmoptError:
         raise
     except Exception as error:  # transformers, safetensors and torch raise many kinds here
         raise RunError(f"the model cannot be opened ({_brief(error)})", where=str(folder)) from error
-    mismatched = loading.get("mismatched_keys") or []
-    if mismatched:
-        raise RunError(f"a tensor's shape differs from what config.json makes it: {sorted(mismatched)[0]}", str(folder))
+    for name, stored, expected in sorted(loading.get("mismatched_keys") or [], key=lambda entry: entry[0]):
+        shapes = f"shape {tuple(stored)}, the model's config makes it {tuple(expected)}"
+        raise RunError(f"{name} has {shapes}", str(folder), "config.json and the weights do not belong together.")
     raise_on_keys(folder, loading.get("missing_keys") or [], loading.get("unexpected_keys") or [])
     return module.eval()
 
