@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def quantize_blocks(model: nn.Module, targets: list[Target], config: Config, context: Context) -> list[dict[str, Any]]:
     """Quantize `targets` in the order in which the model runs them; returns a report line for each.
 
-    Raises RunError on an empty calibration, NaN or infinite weights or activations, a Hessian that does not factorize,
-    and a `gptq` target that lies outside the blocks and is not the output head.
+    What lies outside the blocks (the output head, say) comes last, calibrated on the quantized model. Raises RunError on
+    an empty calibration, NaN or infinite weights or activations, and a Hessian that does not factorize.
     """
     batches = context.calibration.batches()
     if not batches or sum(batch.numel() for batch in batches) == 0:
@@ -47,14 +47,6 @@ def quantize_blocks(model: nn.Module, targets: list[Target], config: Config, con
             inside[int(target.name[len(prefix) :].split(".", 1)[0])].append(target)
         else:
             outside.append(target)
-    head = model.get_output_embeddings()
-    for target in outside:
-        if target.method == "gptq" and model.get_submodule(target.name) is not head:
-            raise RunError(
-                "the module lies outside the decoder blocks, where gptq is not calibrated",
-                where=target.name,
-                what_to_do=f"Set `overrides: {{'{target.name}': {{method: rtn}}}}`, or ignore it.",
-            )
 
     run = _Run(model, config)
     with torch.no_grad(), evaluation_mode(model):
@@ -109,7 +101,7 @@ class _Run:
             batch.hidden = batch.calls[index].run(block, batch.hidden)
 
     def outside(self, targets: list[Target], batches: list[torch.Tensor]) -> None:
-        """Quantize what lies outside the blocks; the head on the outputs of the quantized model."""
+        """Quantize what lies outside the blocks, one module after another, each on the model as it is by then."""
         for target in targets:
             linear = self.model.get_submodule(target.name)
             check_weight(target.name, linear)
