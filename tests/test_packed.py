@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
 from llmopt.exporters.compressed_tensors import install_packed_linears, packed_modules, quantization_config
 from llmopt.optimizer.errors import UsageError
 from llmopt.passes.quantize.rtn import quantize_rtn
 from llmopt.runtime.kernels.bitpack import pack_rows, packed_words, unpack_rows
 from llmopt.runtime.kernels.packed import PackedLinear, QuantScheme
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 BITS = range(2, 9)
 

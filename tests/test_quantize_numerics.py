@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from llmopt.passes.quantize.gptq import NotPositiveDefinite, inverse_factor, quantize_gptq
 from llmopt.passes.quantize.grid import dequantize_groups, minmax_grid, quantize_groups, search_grid
 from llmopt.passes.quantize.hessian import Hessian, HessianCollector

@@ -1,4 +1,4 @@
-"""The quantize pass on tiny models: plan, patterns, run, restore, and the block-wise driver on several architectures."""
+"""The quantize pass on tiny models: plan, patterns, run, restore, and the driver on several architectures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from llmopt.optimizer.base import Context
 from llmopt.optimizer.errors import RunError, UsageError
 from llmopt.optimizer.events import Event
@@ -15,6 +13,7 @@ from llmopt.optimizer.model import LoadedModel, ModelInfo, SourceIdentity, Tenso
 from llmopt.passes.quantize import Quantize
 from llmopt.passes.quantize.blocks import capture, find_blocks, join_batches
 from llmopt.runtime.kernels.packed import PackedLinear
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -86,7 +85,8 @@ def test_plan_lists_every_module_with_its_bytes_and_run_keeps_to_it() -> None:
     quantize = Quantize(bits=4, group_size=32, symmetric=False)
     plan = quantize.plan(info)
     assert len(plan.modules) == 3 * 7 and not plan.refusals and plan.peak_memory > 0 and plan.seconds > 0
-    assert all(m.bytes_before == 2 * info.linear_shapes[m.name][0] * info.linear_shapes[m.name][1] for m in plan.modules)
+    weights = {name: rows * columns for name, (rows, columns) in info.linear_shapes.items()}
+    assert all(m.bytes_before == 2 * weights[m.name] for m in plan.modules)
     report = quantize.run(model, context(info))
     assert {name: m.packed_nbytes for name, m in packed(model).items()} == {m.name: m.bytes_after for m in plan.modules}
     assert report.details["bytes_after"] == sum(m.bytes_after for m in plan.modules)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def quantize_blocks(model: nn.Module, targets: list[Target], config: Config, context: Context) -> list[dict[str, Any]]:
     """Quantize `targets` in the order in which the model runs them; returns a report line for each.
 
-    What lies outside the blocks (the output head, say) comes last, calibrated on the quantized model. Raises RunError on
-    an empty calibration, NaN or infinite weights or activations, and a Hessian that does not factorize.
+    What lies outside the blocks (the output head, say) comes last, calibrated on the quantized model. Raises RunError
+    on an empty calibration, NaN or infinite weights or activations, and a Hessian that does not factorize.
     """
     batches = context.calibration.batches()
     if not batches or sum(batch.numel() for batch in batches) == 0:
