@@ -47,7 +47,7 @@ class CachedForward:
 
     def roll_back(self, cache: Cache | None, count: int) -> None:
         """Take the last `count` tokens back; to be called after every step of a cache made with `rollback`."""
-        if cache is not None:
+        if cache is not None and cache.get_seq_length() > 0:
             cache.crop(-count)
 
     def select(self, cache: Cache | None, rows: Sequence[int]) -> None:
