@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.passes.quantize.gptq import NotPositiveDefinite, inverse_factor, quantize_gptq
+from llmopt.passes.quantize.gptq import NotPositiveDefinite, inverse_factor, matched_weight, quantize_gptq
 from llmopt.passes.quantize.grid import dequantize_groups, minmax_grid, quantize_groups, search_grid
 from llmopt.passes.quantize.hessian import Hessian, HessianCollector
 from llmopt.passes.quantize.rtn import quantize_rtn
@@ -182,6 +182,19 @@ def test_factor_reproduces_the_inverse() -> None:
     assert torch.allclose(product, torch.eye(48, dtype=torch.float64), atol=1e-3)
 
 
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+def test_matched_weight_solves_the_least_squares_problem(strength: float) -> None:
+    w, y = weight(6, 32).double(), correlated_inputs(400, 32, seed=2).double()
+    x = y + 0.3 * correlated_inputs(400, 32, seed=3).double().roll(1, dims=1)
+    solution = torch.linalg.lstsq(x, y @ w.t()).solution.t()
+    hessian, cross = (x.t() @ x / len(x)).float(), (y.t() @ x / len(x)).float()
+    found = matched_weight(w.float(), hessian, cross, 1e-7, strength)
+    expected = w + strength * (solution - w)
+    assert torch.allclose(found.double(), expected, atol=2e-3)
+    if strength == 1.0:
+        assert float((y @ w.t() - x @ found.t().double()).norm()) < 0.9 * float((y @ w.t() - x @ w.t()).norm())
+
+
 def test_damping_escalates_and_then_gives_up() -> None:
     alive = torch.zeros(16, dtype=torch.bool)
     x = correlated_inputs(100, 16)
@@ -221,3 +234,16 @@ def test_layers_share_a_hessian_only_while_their_inputs_are_the_same() -> None:
         rows = torch.cat(inputs)
         assert found[name].rows == len(rows)
         assert torch.allclose(found[name].mean(), rows.t() @ rows / len(rows), atol=1e-5)
+
+
+def test_the_cross_moment_pairs_the_original_models_inputs_with_the_quantized_ones() -> None:
+    quantized, original = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    collector = HessianCollector({"a": quantized}, {"a": original})
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    with collector.hooks(), torch.no_grad():
+        for i in range(2):
+            original(y[i])
+            quantized(x[i])
+            collector.flush()
+    (group,) = collector.groups
+    assert torch.allclose(group.hessian.cross(), y.view(-1, 8).t() @ x.view(-1, 8) / 10, atol=1e-5)

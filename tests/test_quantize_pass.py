@@ -293,6 +293,17 @@ def test_true_sequential_calibrates_on_quantized_neighbours() -> None:
     assert not torch.equal(results[0][last].weight_packed, results[1][last].weight_packed)
 
 
+def test_matching_the_original_model_makes_up_for_earlier_layers() -> None:
+    errors = []
+    for strength in (0.0, 1.0):
+        model, info = make(dtype=torch.float32, num_hidden_layers=4)
+        before = logits(model)
+        options = {"bits": 3, "group_size": 32, "match_original": strength}
+        Quantize(method="gptq", **options).run(model, context(info, FakeCalibration(64)))
+        errors.append(float((logits(model) - before).norm()))
+    assert errors[1] < errors[0]
+
+
 def test_methods_can_differ_by_module() -> None:
     model, info = make()
     report = Quantize(method="gptq", group_size=32, overrides={"*.self_attn.*": {"method": "rtn"}}).run(

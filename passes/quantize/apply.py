@@ -42,20 +42,14 @@ def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str,
     quantized = quantize_rtn(weight, target.scheme, weight.dtype, search_steps)
     packed = replace_linear(model, target, quantized)
     values = weight.float()
-    error = relative_error(values, quantized.dequantize(target.scheme.bits), None)
-    return report_line(target, packed, error=error, weighted=False)
+    total = float(energy(values, None).sum())
+    error = float(energy(values - quantized.dequantize(target.scheme.bits), None).sum())
+    return report_line(target, packed, error=error / total if total > 0 else 0.0, weighted=False)
 
 
-def relative_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor | None) -> float:
-    """`tr(E H E^T) / tr(W H W^T)` of E = W - rounded, float32 [N, K]; without a Hessian the identity stands for H."""
-    error = weight - rounded
-
-    def energy(matrix: torch.Tensor) -> float:
-        weighted = matrix if hessian is None else matrix @ hessian
-        return float(torch.sum(weighted * matrix, dtype=torch.float64))
-
-    total = energy(weight)
-    return energy(error) / total if total > 0 else 0.0
+def energy(matrix: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
+    """`m H m^T` of every row m of `matrix`, float32 [N, K]; without a Hessian the squared norm. Returns float32 [N]."""
+    return ((matrix if hessian is None else matrix @ hessian) * matrix).sum(1)
 
 
 def report_line(target: Target, packed: PackedLinear, **measured: Any) -> dict[str, Any]:

@@ -41,10 +41,16 @@ class BlockCall:
 
 @dataclass
 class CapturedBatch:
-    """One batch on its way through the blocks: the current hidden state, and how each block is called."""
+    """One batch on its way through the blocks: the current hidden state, and how each block is called.
+
+    original: the hidden state in the unquantized model, where that is followed too; followed: the same after the
+    current block.
+    """
 
     hidden: torch.Tensor
     calls: list[BlockCall]
+    original: torch.Tensor | None = None
+    followed: torch.Tensor | None = None
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -102,6 +102,14 @@ class Config(Options):
         description="gptq: calibrate the layers inside a block one after another, each on the quantized output of "
         "those before. Slower by about a half.",
     )
+    match_original: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="gptq: how far each layer is fitted to the outputs of the unquantized model instead of its own, so "
+        "that it makes up for errors of the layers before it (GPTAQ, Li et al. 2025). 0 is plain GPTQ, and a third "
+        "faster.",
+    )
     batch_tokens: int = Field(
         4096, ge=1, description="gptq: calibration tokens that run through a block at once, at least one sequence."
     )

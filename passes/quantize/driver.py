@@ -7,6 +7,7 @@ per batch are held. The result depends on weights, tokens and options alone: the
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,11 +18,11 @@ import torch
 from torch import nn
 
 from ...optimizer.errors import RunError
-from .apply import check_weight, relative_error, replace_linear, report_line, rtn_module
+from .apply import check_weight, energy, replace_linear, report_line, rtn_module
 from .blocks import CapturedBatch, StopForward, capture, evaluation_mode, find_blocks, join_batches
-from .gptq import NotPositiveDefinite, quantize_gptq
+from .gptq import NotPositiveDefinite, matched_weight, quantize_gptq
 from .hessian import HessianCollector, InputGroup
-from .rtn import Quantized, quantize_rtn
+from .rtn import Quantized
 
 if TYPE_CHECKING:
     from ...optimizer.base import Context
@@ -88,16 +89,19 @@ class _Run:
         for target in targets:
             check_weight(target.name, self.model.get_submodule(target.name))
         calibrated = {t.name: t for t in targets if t.method == "gptq"}
+        original = copy.deepcopy(block) if calibrated and self.config.match_original else None
         for target in targets:
             if target.name not in calibrated:
                 self.layers.append(rtn_module(self.model, target, self.config.scale_search))
         while calibrated:
-            groups = self._collect(index, block, list(calibrated), captured)
+            groups = self._collect(index, block, original, list(calibrated), captured)
             if self.config.true_sequential:
                 groups = groups[:1]
             for group in groups:
                 self._quantize_group([calibrated.pop(name) for name in group.names], group)
         for batch in captured:
+            if original is not None:
+                batch.original = batch.followed
             batch.hidden = batch.calls[index].run(block, batch.hidden)
 
     def outside(self, targets: list[Target], batches: list[torch.Tensor]) -> None:
@@ -117,12 +121,26 @@ class _Run:
             self._quantize_group([target], collector.groups[0])
 
     def _collect(
-        self, index: int, block: nn.Module, names: list[str], captured: list[CapturedBatch]
+        self,
+        index: int,
+        block: nn.Module,
+        original: nn.Module | None,
+        names: list[str],
+        captured: list[CapturedBatch],
     ) -> list[InputGroup]:
-        collector = HessianCollector({name: self.model.get_submodule(name) for name in names})
+        """Hessians of the named layers of `block`; `original` is its unquantized copy, if outputs are to match it."""
+        own = {module: name for name, module in block.named_modules()}
+        layers = {name: self.model.get_submodule(name) for name in names}
+        originals = {}
+        if original is not None:
+            originals = {name: original.get_submodule(own[layer]) for name, layer in layers.items()}
+        collector = HessianCollector(layers, originals)
         with collector.hooks():
             for batch in captured:
-                batch.calls[index].run(block, batch.hidden)
+                call = batch.calls[index]
+                if original is not None:
+                    batch.followed = call.run(original, batch.hidden if batch.original is None else batch.original)
+                call.run(block, batch.hidden)
                 collector.flush()
         return sorted(collector.groups, key=lambda group: group.first_call)
 
@@ -146,19 +164,21 @@ class _Run:
         for target in targets:
             stacks.setdefault(target.scheme, []).append(target)
         for stack in stacks.values():
-            self._quantize_stack(stack, hessian)
+            self._quantize_stack(stack, hessian, group.hessian.cross())
 
-    def _quantize_stack(self, stack: list[Target], hessian: torch.Tensor) -> None:
+    def _quantize_stack(self, stack: list[Target], hessian: torch.Tensor, cross: torch.Tensor | None) -> None:
         started = time.perf_counter()
         config, scheme = self.config, stack[0].scheme
         weights = [self.model.get_submodule(target.name).weight.detach() for target in stack]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        dtype, weight = weights[0].dtype, torch.cat(weights).float()
         try:
+            if cross is not None:
+                weight = matched_weight(weight, hessian, cross, config.damping, config.match_original)
             result = quantize_gptq(
                 weight,
                 hessian,
                 scheme,
-                weight.dtype,
+                dtype,
                 desc_act=config.desc_act,
                 static_groups=config.static_groups,
                 damping=config.damping,
@@ -171,22 +191,23 @@ class _Run:
                 where=", ".join(target.name for target in stack),
                 what_to_do="Calibrate on more varied text, or give these modules `method: rtn` in `overrides`.",
             ) from None
-        nearest = quantize_rtn(weight, scheme, weight.dtype, config.scale_search).dequantize(scheme.bits)
+        quantized = result.quantized
+        total = energy(weight, hessian).clamp_(min=torch.finfo(torch.float32).tiny)
+        error = energy(weight - quantized.dequantize(scheme.bits), hessian)
+        error_rtn = energy(weight - quantized.nearest(weight, scheme.bits), hessian)
         seconds = (time.perf_counter() - started) / len(stack)
-        quantized, start = result.quantized, 0
-        rounded = quantized.dequantize(scheme.bits)
+        start = 0
         for target, own in zip(stack, weights):
             rows = slice(start, start + own.shape[0])
             start = rows.stop
             zeros = None if quantized.zeros is None else quantized.zeros[rows]
             packed = replace_linear(self.model, target, Quantized(quantized.codes[rows], quantized.scales[rows], zeros))
-            values = own.float()
             self.layers.append(
                 report_line(
                     target,
                     packed,
-                    error=relative_error(values, rounded[rows], hessian),
-                    error_rtn=relative_error(values, nearest[rows], hessian),
+                    error=float(error[rows].sum() / total[rows].sum()),
+                    error_rtn=float(error_rtn[rows].sum() / total[rows].sum()),
                     weighted=True,
                     damping=result.damping,
                     dead_columns=result.dead,

@@ -83,6 +83,22 @@ def quantize_gptq(
     return GPTQResult(quantized, used, int(dead.sum()))
 
 
+def matched_weight(
+    weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, damping: float, strength: float = 1.0
+) -> torch.Tensor:
+    """The weight whose output on the quantized model's inputs x comes closest to W's on the original's inputs y.
+
+    weight: [N, K], any floating dtype; hessian: `mean(x x^T)` and cross: `mean(y x^T)`, float32 [K, K]. Minimizing
+    `|W y - V x|^2` gives `V = W + W (cross - hessian) hessian^-1`; rounding V instead of W lets a layer make up for the
+    errors of all layers before it (the objective of GPTAQ, Li et al. 2025, arXiv:2504.02692, solved before rounding).
+    damping: as in `quantize_gptq`; strength: share of the correction that is applied. Returns float32 [N, K]. Raises
+    NotPositiveDefinite as `inverse_factor` does.
+    """
+    factor, _ = inverse_factor(hessian, hessian.diagonal() == 0, damping)
+    shift = weight.float() @ (cross - hessian)
+    return weight.float().add_((shift @ factor.t()) @ factor, alpha=strength)
+
+
 def inverse_factor(
     hessian: torch.Tensor, dead: torch.Tensor, damping: float, order: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, float]:
@@ -140,7 +156,7 @@ class _Grid:
         index = list(groups)
         size = self.importance.shape[1]
         part = work[index[0] * size : (index[-1] + 1) * size]
-        values = to_groups(part.t(), len(index))
+        values = to_groups(part.t().contiguous(), len(index))
         bits, symmetric = self.scheme.bits, self.scheme.symmetric
         if self.search_steps > 0:
             chosen = self.importance[index[0] : index[-1] + 1]

@@ -15,15 +15,26 @@ PANEL = 256
 
 
 class Hessian:
-    """Sum of `x x^T` over all input rows, float32 [K, K], and their number."""
+    """Sum of `x x^T` over all input rows, float32 [K, K], and their number.
+
+    Where the original model's inputs y are given too, also the sum of `y x^T`.
+    """
 
     def __init__(self, columns: int, device: torch.device) -> None:
         self.sum = torch.zeros(columns, columns, device=device)
+        self.cross_sum: torch.Tensor | None = None
         self.rows = 0
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Add inputs `[..., K]` of any floating dtype; products and sums are float32."""
+    def add(self, inputs: torch.Tensor, original: torch.Tensor | None = None) -> None:
+        """Add inputs `[..., K]` of any floating dtype; products and sums are float32.
+
+        original: the same layer's inputs in the unquantized model, same shape.
+        """
         rows = inputs.reshape(-1, inputs.shape[-1]).float()
+        if original is not None:
+            if self.cross_sum is None:
+                self.cross_sum = torch.zeros_like(self.sum)
+            self.cross_sum.addmm_(original.reshape(rows.shape).float().t(), rows)
         self.rows += rows.shape[0]
         columns = rows.shape[1]
         for start in range(0, columns, PANEL):
@@ -33,12 +44,17 @@ class Hessian:
     def copy(self) -> Hessian:
         other = Hessian.__new__(Hessian)
         other.sum, other.rows = self.sum.clone(), self.rows
+        other.cross_sum = None if self.cross_sum is None else self.cross_sum.clone()
         return other
 
     def mean(self) -> torch.Tensor:
         """The full symmetric matrix, divided by the number of rows; float32 [K, K]."""
         lower = torch.tril(self.sum)
         return (lower + torch.tril(lower, -1).t()).div_(max(1, self.rows))
+
+    def cross(self) -> torch.Tensor | None:
+        """`mean(y x^T)`, float32 [K, K]; None where no original inputs were given."""
+        return None if self.cross_sum is None else self.cross_sum / max(1, self.rows)
 
 
 @dataclass
@@ -55,26 +71,34 @@ class HessianCollector:
     """Hooks that gather the Hessians of named layers while a block runs.
 
     Layers that were given the very same tensor share one matrix (query, key and value projections, for example); a
-    group splits where its members' inputs part. Call `flush` after each forward.
+    group splits where its members' inputs part. Call `flush` after each forward. `originals` are the same layers of an
+    unquantized copy of the block, to be run on the original hidden state before each flush; may be empty.
     """
 
     layers: Mapping[str, nn.Module]
+    originals: Mapping[str, nn.Module] = field(default_factory=dict)
     groups: list[InputGroup] = field(default_factory=list)
     _pending: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _original: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     @contextmanager
     def hooks(self) -> Iterator[HessianCollector]:
         """Attach the hooks for the duration."""
-        handles = [layer.register_forward_pre_hook(self._hook(name)) for name, layer in self.layers.items()]
+        watched = [(self.layers, self._pending), (self.originals, self._original)]
+        handles = [
+            layer.register_forward_pre_hook(self._hook(store, name))
+            for layers, store in watched
+            for name, layer in layers.items()
+        ]
         try:
             yield self
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, store: dict[str, list[torch.Tensor]], name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._pending.setdefault(name, []).append(args[0])
+            store.setdefault(name, []).append(args[0])
 
         return hook
 
@@ -92,6 +116,7 @@ class HessianCollector:
             group.names = next(iter(parts.values()))
             self._add(group)
         self._pending.clear()
+        self._original.clear()
 
     def _form_groups(self) -> None:
         groups: dict[tuple[int, ...], InputGroup] = {}
@@ -106,5 +131,7 @@ class HessianCollector:
         self.groups = list(groups.values())
 
     def _add(self, group: InputGroup) -> None:
-        for inputs in self._pending.get(group.names[0], []):
-            group.hessian.add(inputs)
+        name = group.names[0]
+        originals = self._original.get(name, [])
+        for i, inputs in enumerate(self._pending.get(name, [])):
+            group.hessian.add(inputs, originals[i] if originals else None)

@@ -18,6 +18,12 @@ class Quantized:
     scales: torch.Tensor
     zeros: torch.Tensor | None
 
+    def nearest(self, weight: torch.Tensor, bits: int) -> torch.Tensor:
+        """What rounding `weight` [N, K] to nearest on the same grid would give, float32 [N, K]."""
+        groups, scales = to_groups(weight.float(), self.scales.shape[1]), self.scales.float()
+        codes = quantize_groups(groups, scales, self.zeros, bits)
+        return dequantize_groups(codes, scales, self.zeros, bits).view(weight.shape)
+
     def dequantize(self, bits: int) -> torch.Tensor:
         """The values as float32 [N, K], before the rounding to the stored dtype that a layer applies."""
         groups = to_groups(self.codes, self.scales.shape[1])
