@@ -29,8 +29,8 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
 
     Linear layers left unquantized are listed under `ignore`. One scheme targets the class `Linear`; several name their
     modules one by one, so that readers that fuse layers find each. An asymmetric scheme adds `dequantize: true`, which
-    lets transformers decompress while it loads: the other way it expects zero points unpacked, and refuses the file.
-    Raises UsageError where that way out is barred, see `check_loadable`.
+    lets transformers (5.23 and later) decompress while it loads: its other way expects zero points of another shape,
+    and refuses the file. Raises UsageError where that way out is barred, see `check_loadable`.
     """
     import compressed_tensors
     from torch import nn

@@ -182,7 +182,14 @@ def test_what_the_format_cannot_express_is_refused() -> None:
 def test_odd_widths_come_with_a_note() -> None:
     _, info = make()
     assert any("5-bit" in note for note in Quantize(bits=5, group_size=32).plan(info).notes)
+    assert any("5.23" in note for note in Quantize(symmetric=False, group_size=32).plan(info).notes)
     assert not Quantize(bits=4, group_size=32).plan(info).notes
+
+
+def test_stacked_experts_are_named_as_left_alone() -> None:
+    _, info = make("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[])
+    notes = Quantize(group_size=32).plan(info).notes
+    assert any("expert tensors" in note and "stay as they are" in note for note in notes)
 
 
 # the head

@@ -42,7 +42,7 @@ class Quantize(Pass):
             refusals=list(targets.refusals),
             notes=list(targets.notes),
             peak_memory=_peak_memory(targets, info),
-            seconds=_seconds(targets, self.config.scale_search),
+            seconds=_seconds(targets, self.config),
         )
         if any(target.method == "gptq" for target in targets.modules):
             item.notes.append(f"memory and time assume {ASSUMED_TOKENS} calibration tokens")
@@ -182,19 +182,22 @@ def _peak_memory(targets: Targets, info: ModelInfo) -> int:
     inputs = {target.in_features for target in targets.modules if target.method == "gptq"}
     if inputs:
         hidden = info.config.get_text_config().hidden_size
-        peak += sum(2 * k * k * 4 for k in inputs) + 3 * max(inputs) ** 2 * 4
-        peak += ASSUMED_TOKENS * hidden * info.dtype_bytes * 2
+        peak += sum(3 * k * k * 4 for k in inputs) + 5 * max(inputs) ** 2 * 4
+        peak += ASSUMED_TOKENS * hidden * info.dtype_bytes * 3
     return peak
 
 
-def _seconds(targets: Targets, search_steps: int) -> float:
+def _seconds(targets: Targets, config: QuantizeConfig) -> float:
     """Rough time from rates measured on two cores of a server CPU, scaled by the cores of this one."""
-    speedup = max(1, os.cpu_count() or 1) / 2
-    weights = sum(target.num_weights for target in targets.modules)
-    seconds = weights * 1e-8 + weights * search_steps * 2.5e-9
+    passes = 3 if config.match_original else 2
+    seconds = 0.0
     for target in targets.modules:
+        seconds += target.num_weights * (5e-9 + (config.scale_search and 2e-8))
         if target.method == "gptq":
-            flops = ASSUMED_TOKENS * (target.num_weights * 4 + target.in_features**2)
-            flops += target.num_weights * target.in_features * 4
-            seconds += flops / 2e11 + target.in_features * 1e-5
-    return seconds / speedup
+            flops = ASSUMED_TOKENS * target.num_weights * 2 * passes
+            flops += target.num_weights * target.in_features * 12
+            seconds += flops / 2.5e11 + target.in_features * 2e-5
+    for columns in {target.in_features for target in targets.modules if target.method == "gptq"}:
+        layers = sum(target.in_features == columns for target in targets.modules)
+        seconds += layers / 3 * ASSUMED_TOKENS * columns**2 * passes / 1.8e11
+    return seconds * 2 / max(1, os.cpu_count() or 1)

@@ -111,7 +111,7 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
         )
     if not out.modules and not out.refusals:
         out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")
-    _add_notes(out)
+    _add_notes(out, info)
     return out
 
 
@@ -150,11 +150,21 @@ def _largest_divisor(columns: int, group_size: int) -> int | None:
     return next((size for size in range(group_size // 8 * 8, 0, -8) if columns % size == 0), None)
 
 
-def _add_notes(out: Targets) -> None:
+def _add_notes(out: Targets, info: ModelInfo) -> None:
     for target in out.smaller_groups:
         out.notes.append(
             f"{target.name}: group size {target.scheme.group_size} instead of {target.asked_group_size}, which "
             f"does not divide {target.in_features} input features"
+        )
+    if any(not t.scheme.symmetric for t in out.modules):
+        out.notes.append(
+            "asymmetric weights load in transformers from 5.23 on (before, only with compressed-tensors up to 0.17); "
+            "symmetric ones load in all"
+        )
+    experts = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3]
+    if experts:
+        out.notes.append(
+            f"{len(experts)} stacked expert tensors ({experts[0]} …) are no linear layers and stay as they are"
         )
     odd = sorted({t.scheme.bits for t in out.modules} - {2, 4, 8})
     if odd:
