@@ -85,6 +85,7 @@ class EagerRunner:
     ) -> None:
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self.model = model
+        self._run = model  # what a step calls; other runners put a compiled one here
         self.device = parameter.device
         self.dtype = getattr(model, "dtype", parameter.dtype)
         self.max_model_len, note = longest_request(model, max_model_len)
@@ -161,9 +162,11 @@ class EagerRunner:
         pool = self.pool
         if not plan.rows:
             return torch.empty(0, self.vocab_size, device=self.device)
-        step = to_device(self._builder.arrays(plan), self.device)
-        with torch.inference_mode(), active_batch(step.batch, pool.tensors):
-            return self._forward(step, pool)
+        arrays = self._builder.arrays(plan)
+        with torch.inference_mode():  # the inputs too: views of ordinary tensors would be guarded by their base
+            step = to_device(arrays, self.device)
+            with active_batch(step.batch, pool.tensors):
+                return self._forward(step, pool)
 
     def _forward(self, step: StepTensors, pool: KVPool) -> torch.Tensor:
         """float32 [num_logits, vocab_size]."""
@@ -172,8 +175,8 @@ class EagerRunner:
         if self.probe.keeps_logits:
             # A linear layer over no rows is more than every quantized module takes: keep one and drop it.
             arguments["logits_to_keep"] = step.logit_rows if wanted else step.logit_rows.new_zeros(1)
-            return self.model(**arguments).logits[0, :wanted].float()
-        return self.model(**arguments).logits[0].index_select(0, step.logit_rows).float()
+            return self._run(**arguments).logits[0, :wanted].float()
+        return self._run(**arguments).logits[0].index_select(0, step.logit_rows).float()
 
     def _arguments(self, step: StepTensors, pool: KVPool) -> dict[str, Any]:
         """What the model is called with: KV tensors and metadata are plain keywords."""

@@ -1,0 +1,163 @@
+"""The native runner: one C++ call a step over a fused, packed copy of the model (`runtime/kernels/decoder.py`, CPU).
+
+For Llama-like models that the kernels recognize; everything else runs on `EagerRunner`. Python's share of a step is the
+laying out of a few int32 arrays: plans of single tokens (decode) go through lists, longer rows through numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...optimizer.errors import RunError, UsageError
+from .plan import StepPlan
+from .runner import longest_request
+from .runner_inputs import BatchBuilder
+from .runner_memory import DEFAULT_CPU_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+LIST_ROWS = 16
+"""Most rows of a decode plan that plain lists lay out faster than numpy does."""
+
+
+class NativeRunner:
+    """Implements `ModelRunner` with the fused decoder.
+
+    activation, weights, lm_head, num_threads, release, prove: see `kernels.decoder.build_decoder`.
+    block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
+    pool; never more than `max_num_seqs` requests of `max_model_len` could fill.
+    kv_dtype: bfloat16 or float32; None is float32 for a float32 model, else bfloat16.
+
+    Attributes beside the protocol's: `decoder`, `notes`, `self_check_error` (the proof's relative error, or None).
+    Raises what `build_decoder` does (UnsupportedModel, NativeUnavailable), UsageError for settings that contradict.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        activation: str = "none",
+        weights: str = "stored",
+        lm_head: str = "stored",
+        num_threads: int | None = None,
+        release: bool = False,
+        prove: bool = True,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        import torch
+
+        from ..kernels.decoder import build_decoder
+
+        self.block_size = block_size or 32
+        if self.block_size % 32:
+            raise UsageError(f"the native cache takes blocks of a multiple of 32 tokens, not {self.block_size}")
+        self.max_model_len, note = longest_request(model, max_model_len)
+        self.notes: list[str] = [note] if note else []
+        model.eval()
+        self.decoder = build_decoder(
+            model,
+            activation=activation,
+            weights=weights,
+            lm_head=lm_head,
+            num_threads=num_threads,
+            release=release,
+            prove=prove,
+        )
+        self.device = torch.device("cpu")
+        self.vocab_size = self.decoder.vocab_size
+        proof = self.decoder.proof
+        self.self_check_error = None if proof is None else proof.relative_error
+        self.dtype = self.decoder.structure.dtype
+        kv_dtype = kv_dtype or (torch.float32 if self.dtype == torch.float32 else torch.bfloat16)
+        self.num_blocks = num_blocks or self._blocks(kv_cache_memory, kv_dtype.itemsize, max_num_seqs)
+        cache_bytes = self.decoder.allocate_kv(self.num_blocks, self.block_size, kv_dtype)
+        formats = ", ".join(f"{n} × {name}" for name, n in sorted(self.decoder.linear_formats.items()))
+        self.notes.append(
+            f"fused native decoder: linears {formats}; {self.decoder.weight_bytes / 2**20:.0f} MiB of packed weights; "
+            f"{self.num_blocks} blocks of {self.block_size} tokens, {cache_bytes / 2**20:.0f} MiB at most"
+        )
+        self._builder = BatchBuilder(self.block_size, self.num_blocks)
+        self._logits = torch.empty(0, self.vocab_size)
+        self._closed = False
+
+    def _blocks(self, budget: int | None, itemsize: int, max_num_seqs: int) -> int:
+        decoder = self.decoder
+        padded = -(-decoder.head_dim // 32) * 32
+        per_block = 2 * decoder.num_layers * decoder.num_kv_heads * padded * self.block_size * itemsize
+        budget = DEFAULT_CPU_BYTES if budget is None else budget
+        blocks = min(budget // per_block, max_num_seqs * -(-self.max_model_len // self.block_size))
+        if blocks < 1:
+            raise RunError(
+                f"a KV budget of {budget / 2**20:.1f} MiB holds no block of {self.block_size} tokens "
+                f"({per_block / 2**20:.2f} MiB)",
+                what_to_do="Raise kv_cache_memory",
+            )
+        return int(blocks)
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """See `ModelRunner.execute`. The logits are a view of a buffer that the next call overwrites."""
+        import torch
+
+        if self._closed:
+            raise RunError("the runner is closed", what_to_do="Load the model again")
+        rows = plan.rows
+        wanted = plan.num_logits
+        if self._logits.shape[0] < wanted:
+            self._logits = torch.empty(wanted, self.vocab_size)
+        if not rows:
+            return self._logits[:0]
+        if len(rows) <= LIST_ROWS and all(len(row.token_ids) == 1 for row in rows):
+            arguments = self._decode_arrays(plan)
+        else:
+            a = self._builder.arrays(plan)
+            narrow = (x.astype(np.int32) for x in (a.token_ids, a.positions, a.slots))
+            arguments = tuple(
+                torch.from_numpy(x)
+                for x in (*narrow, a.cu_seqlens_q, a.seq_lens, a.block_tables, a.logit_rows.astype(np.int32))
+            )
+        return self.decoder.forward(*arguments, out=self._logits[:wanted])
+
+    def _decode_arrays(self, plan: StepPlan) -> tuple[torch.Tensor, ...]:
+        """The decoder's seven arguments for rows of one token, as views of one int32 array."""
+        import torch
+
+        rows, size, count = plan.rows, self.block_size, len(plan.rows)
+        tables = [self._builder.table(row) for row in rows]
+        width = max(map(len, tables))
+        flat: list[int] = [row.token_ids[0] for row in rows]
+        flat += [row.start for row in rows]
+        try:
+            flat += [row.block_table[row.start // size] * size + row.start % size for row in rows]
+        except IndexError:
+            self._builder.arrays(plan)  # names the row at fault
+            raise
+        flat += range(count + 1)
+        flat += [row.start + 1 for row in rows]
+        flat += [i for i, row in enumerate(rows) if row.num_logits]
+        head = len(flat)
+        packed = np.empty(head + count * width, np.int32)
+        packed[:head] = flat
+        block_tables = packed[head:].reshape(count, width)
+        for i, table in enumerate(tables):
+            block_tables[i, : len(table)] = table
+            block_tables[i, len(table) :] = 0
+        whole = torch.from_numpy(packed)
+        ids, positions, slots, starts, lengths, logit_rows, _ = whole.split(
+            [count, count, count, count + 1, count, head - 5 * count - 1, count * width]
+        )
+        return ids, positions, slots, starts, lengths, torch.from_numpy(block_tables), logit_rows
+
+    def close(self) -> None:
+        """Free the KV pool. Safe to call twice; the packed weights go with the last reference to the runner."""
+        if not self._closed:
+            self._closed = True
+            self.decoder.drop_kv()
+            self._logits = self._logits[:0].clone()

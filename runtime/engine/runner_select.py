@@ -1,0 +1,80 @@
+"""Which runner a model gets: chosen at load, stated in the runner's notes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...optimizer.errors import UsageError
+
+if TYPE_CHECKING:
+    from .protocols import ModelRunner
+
+RunnerKind = Literal["auto", "native", "eager", "compile", "cudagraph"]
+KINDS = ("auto", "native", "eager", "compile", "cudagraph")
+
+
+def runner_class(kind: str) -> type:
+    """The class of a runner by its name. Raises UsageError for an unknown one."""
+    if kind == "native":
+        from .runner_native import NativeRunner as cls
+    elif kind == "eager":
+        from .runner import EagerRunner as cls
+    elif kind == "compile":
+        from .runner_compile import CompileRunner as cls
+    elif kind == "cudagraph":
+        from .runner_cudagraph import CudaGraphRunner as cls
+    else:
+        raise UsageError(f"unknown runner {kind!r}", what_to_do=f"Use one of: {', '.join(KINDS)}")
+    return cls
+
+
+def options_of(kind: str) -> set[str]:
+    """Names of the options that a runner takes."""
+    parameters = {"auto": ("native", "eager", "cudagraph")}.get(kind, (kind,))
+    return {n for k in parameters for n in inspect.signature(runner_class(k).__init__).parameters} - {"self", "model"}
+
+
+def _made(kind: str, model: Any, options: dict[str, Any]) -> Any:
+    known = options_of(kind)
+    return runner_class(kind)(model, **{k: v for k, v in options.items() if k in known})
+
+
+def build_runner(model: Any, kind: str = "auto", **options: Any) -> ModelRunner:
+    """A runner over a loaded model.
+
+    kind: `auto` takes the native runner on the CPU where the kernels know the model and an attention backend was not
+        asked for by name, CUDA graphs on CUDA, and else the eager runner; what was passed over, and why, is the
+        first of its notes. Any other kind is taken or raises.
+    options: those of the runner's class. With `auto`, options that only another candidate has are left out.
+    Raises UsageError for an unknown kind or option, and what the runner's class raises.
+    """
+    unknown = sorted(set(options) - options_of(kind))
+    if unknown:
+        raise UsageError(f"runner {kind!r} has no option {', '.join(unknown)}", what_to_do=_known(kind))
+    if kind != "auto":
+        return _made(kind, model, options)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return _made("cudagraph", model, options)
+    wanted = options.get("attention", "auto")
+    if wanted != "auto":
+        runner = _made("eager", model, options)
+        runner.notes.insert(0, f"eager runner: attention backend {wanted!r} was asked for")
+        return runner
+    from ..kernels.build import NativeUnavailable
+    from ..kernels.recognize import UnsupportedModel
+
+    try:
+        return _made("native", model, options)
+    except (UnsupportedModel, NativeUnavailable, UsageError) as error:
+        reason = str(error)
+    runner = _made("eager", model, options)
+    idle = sorted(set(options) - options_of("eager"))
+    left_out = f"; without {', '.join(idle)}, which only the native one has" if idle else ""
+    runner.notes.insert(0, f"eager runner; the native one was refused: {reason}{left_out}")
+    return runner
+
+
+def _known(kind: str) -> str:
+    return f"Options: {', '.join(sorted(options_of(kind)))}"
