@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,12 +93,12 @@ class _Run:
         for target in targets:
             if target.name not in calibrated:
                 self.layers.append(rtn_module(self.model, target, self.config.scale_search))
-        while calibrated:
-            groups = self._collect(index, block, original, list(calibrated), captured)
-            if self.config.true_sequential:
-                groups = groups[:1]
-            for group in groups:
-                self._quantize_group([calibrated.pop(name) for name in group.names], group)
+        stages = [list(calibrated)] if calibrated else []
+        if self.config.true_sequential and calibrated:
+            stages = self._call_order(index, block, list(calibrated), captured[0])
+        for names in stages:
+            for group in self._collect(index, block, original, names, captured, whole=names is stages[-1]):
+                self._quantize_group([calibrated[name] for name in group.names], group)
         for batch in captured:
             if original is not None:
                 batch.original = batch.followed
@@ -120,6 +120,14 @@ class _Run:
                     collector.flush()
             self._quantize_group([target], collector.groups[0])
 
+    def _call_order(self, index: int, block: nn.Module, names: list[str], batch: CapturedBatch) -> list[list[str]]:
+        """The named layers in the order in which the block calls them, those with the same input together."""
+        collector = HessianCollector({name: self.model.get_submodule(name) for name in names})
+        with collector.hooks():
+            batch.calls[index].run(block, batch.hidden)
+            collector.flush()
+        return [group.names for group in sorted(collector.groups, key=lambda group: group.first_call)]
+
     def _collect(
         self,
         index: int,
@@ -127,20 +135,30 @@ class _Run:
         original: nn.Module | None,
         names: list[str],
         captured: list[CapturedBatch],
+        whole: bool,
     ) -> list[InputGroup]:
-        """Hessians of the named layers of `block`; `original` is its unquantized copy, if outputs are to match it."""
+        """Hessians of the named layers of `block`; `original` is its unquantized copy, if outputs are to match it.
+
+        whole: run all of the block, and follow the original's hidden state; otherwise stop at the last named layer.
+        """
         own = {module: name for name, module in block.named_modules()}
         layers = {name: self.model.get_submodule(name) for name in names}
         originals = {}
         if original is not None:
             originals = {name: original.get_submodule(own[layer]) for name, layer in layers.items()}
         collector = HessianCollector(layers, originals)
-        with collector.hooks():
+        with collector.hooks(), ExitStack() as stack:
+            if not whole:
+                for stopped in (layers, originals):
+                    if stopped:
+                        stack.enter_context(_stop_after_input(stopped[names[-1]]))
             for batch in captured:
                 call = batch.calls[index]
                 if original is not None:
-                    batch.followed = call.run(original, batch.hidden if batch.original is None else batch.original)
-                call.run(block, batch.hidden)
+                    with suppress(StopForward):
+                        batch.followed = call.run(original, batch.hidden if batch.original is None else batch.original)
+                with suppress(StopForward):
+                    call.run(block, batch.hidden)
                 collector.flush()
         return sorted(collector.groups, key=lambda group: group.first_call)
 
