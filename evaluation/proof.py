@@ -66,14 +66,14 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     """What the fresh process does; see `prove`. Raises LlmoptError where the artifact does not hold."""
     from ..runtime.llm import LLM
     from ..runtime.open import open_model
-    from .memory import peak_rss, weight_bytes
+    from .memory import peak_rss
     from .speed import measure_speed
 
     start = time.perf_counter()
     opened = open_model(folder, settings.device, settings.dtype, trust_remote_code=settings.trust_remote_code)
     load_seconds = time.perf_counter() - start
     perplexity, divergence = compare(opened, reference) if reference is not None else (None, None)
-    with LLM.from_opened(opened, engine=settings.engine) as llm:  # type: ignore[arg-type]
+    with LLM.from_opened(opened, engine=settings.engine, release=True) as llm:  # type: ignore[arg-type]
         samples = speak(llm, settings.prompts, settings.new_tokens)
         speed = measure_speed(llm, new_tokens=settings.new_tokens, rounds=settings.rounds) if settings.speed else None
         certificate = {
@@ -85,7 +85,7 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
             "environment": environment(),
             "samples": samples,
         }
-        memory = {"weight_bytes": weight_bytes(llm.module), "peak_rss": peak_rss()}
+        memory = {"weight_bytes": llm.weight_bytes, "peak_rss": peak_rss()}
     return {
         "perplexity": perplexity,
         "divergence": divergence,

@@ -111,18 +111,16 @@ class FlashAttention(Pass):
         if not bool(logits.isfinite().all()):
             return {**out, "ok": False, "verdict": "its logits are not numbers"}
         if eager is None:
-            return {**out, "verdict": f"{out['milliseconds']:.1f} ms for {ids.shape[1]} tokens"}
+            return {**out, "verdict": "runs"}
         difference = (logits - eager).abs()
         scale = eager.std().clamp_min(1e-12)
         largest, mean = (difference.max() / scale).item(), (difference.mean() / scale).item()
         out.update(max_difference=largest, mean_difference=mean)
         most, most_mean = TOLERANCES.get(str(module.dtype).removeprefix("torch."), TOLERANCES["bfloat16"])
         most, most_mean = self.config.max_difference or most, self.config.mean_difference or most_mean
-        out["verdict"] = (
-            f"{out['milliseconds']:.1f} ms, differs from eager by {largest:.2g} at most, {mean:.2g} on average"
-        )
+        out["verdict"] = f"differs from eager by {largest:.2g} at most, {mean:.2g} on average"
         if largest > most or mean > most_mean:
-            out.update(ok=False, verdict=out["verdict"] + f" (allowed: {most:g} and {most_mean:g})")
+            out.update(ok=False, verdict=f"{out['verdict']} (allowed: {most:g} and {most_mean:g})")
         return out
 
 

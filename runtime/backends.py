@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 ENGINES = ("auto", "static", "native")
 
 
-def make_backend(opened: OpenedModel, engine: str, draft: bool, options: dict[str, Any]) -> Backend:
+def make_backend(opened: OpenedModel, engine: str, draft: bool, release: bool, options: dict[str, Any]) -> Backend:
     """The backend named `engine`; for "auto" the native one where it supports the model, else static with a note.
 
+    release: the engine may take the module's weights over, see `NativeBackend`.
     Raises UsageError for an unknown name or option, RunError where the RuntimeSpec asks for what no backend has.
     """
     if engine not in ENGINES:
@@ -29,7 +30,7 @@ def make_backend(opened: OpenedModel, engine: str, draft: bool, options: dict[st
         from .native_backend import NativeBackend
 
         try:
-            return NativeBackend(opened, draft, options)
+            return NativeBackend(opened, draft, release, options)
         except RunError as error:
             if engine == "native":
                 raise

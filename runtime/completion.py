@@ -70,6 +70,8 @@ class Backend(Protocol):
     notes: list[dict[str, str]]
     context_length: int | None
     vocab_size: int
+    extra_weight_bytes: int
+    """Bytes of weights that the backend holds beside the module's."""
 
     def stream(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any

@@ -60,7 +60,7 @@ def load(
     from .open import open_model
 
     opened = open_model(path, device, dtype, trust_remote_code=trust_remote_code, verify=verify, attention=attention)
-    return LLM.from_opened(opened, engine=engine, draft=draft, **engine_options)
+    return LLM.from_opened(opened, engine=engine, draft=draft, release=True, **engine_options)
 
 
 class LLM:
@@ -72,12 +72,22 @@ class LLM:
 
     @classmethod
     def from_opened(
-        cls, opened: OpenedModel, *, engine: EngineName = "auto", draft: bool = True, **engine_options: Any
+        cls,
+        opened: OpenedModel,
+        *,
+        engine: EngineName = "auto",
+        draft: bool = True,
+        release: bool = False,
+        **engine_options: Any,
     ) -> LLM:
-        """An LLM over a model that `open_model` opened. Raises as `load` does."""
+        """An LLM over a model that `open_model` opened. Raises as `load` does.
+
+        release: the engine may take the weights over, so that they are in memory once; `opened.module` can then no
+        longer run by itself.
+        """
         from .backends import make_backend
 
-        return cls(opened, make_backend(opened, engine, draft, engine_options))
+        return cls(opened, make_backend(opened, engine, draft, release, engine_options))
 
     @property
     def backend(self) -> str:
@@ -100,8 +110,16 @@ class LLM:
 
     @property
     def module(self) -> PreTrainedModel:
-        """The torch module; an engine may have put its own attention into it."""
+        """The torch module. An engine may have put its own attention into it, or have taken its weights over: use
+        `open_model` for a module to call."""
         return self._opened.module
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that weights hold in memory, each storage once: the module's and those the engine packed."""
+        from .memory import weight_bytes
+
+        return weight_bytes(self._opened.module) + self._backend.extra_weight_bytes
 
     @property
     def manifest(self) -> dict[str, Any] | None:

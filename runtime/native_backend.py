@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ..optimizer.errors import UsageError, did_you_mean
+from ..optimizer.errors import RunError, UsageError, did_you_mean
 from .completion import Chunk
 from .drafting import Drafter, DraftLength, make_drafter
 
@@ -17,51 +17,40 @@ if TYPE_CHECKING:
     from .engine.sampling_params import SamplingParams
     from .open import OpenedModel
 
-RUNNER_OPTIONS = (
-    "attention",
-    "block_size",
-    "kv_cache_memory",
-    "max_model_len",
-    "memory_utilization",
-    "num_blocks",
-    "self_check",
-)
 MOST_DRAFTING = 4
 """Requests that may run at once while drafts are made: a larger batch is busy enough without."""
 
 
 class NativeBackend:
-    """Implements `Backend` over `Engine`. See `EagerRunner` and `SchedulerConfig` for the options.
+    """Implements `Backend` over `Engine`.
+
+    release: the runner may take the module's weights over, so that they are in memory once; the module can then no
+        longer run by itself.
+    options: `runner` ("auto", or a kind of `build_runner`), and those of the runner and of `SchedulerConfig`.
 
     Raises UsageError for an unknown option, RunError where the engine cannot run the model.
     """
 
     name = "native"
 
-    def __init__(self, opened: OpenedModel, draft: bool, options: dict[str, Any]) -> None:
+    def __init__(self, opened: OpenedModel, draft: bool, release: bool, options: dict[str, Any]) -> None:
         from .backends import eos_token_ids
         from .engine.engine import Engine
         from .engine.loop import EngineLoop
-        from .engine.runner import EagerRunner
         from .engine.scheduler_config import SchedulerConfig
 
         spec = opened.runtime
-        limits = {name: options[name] for name in (f.name for f in fields(SchedulerConfig)) if name in options}
-        for_runner = {name: options[name] for name in RUNNER_OPTIONS if name in options}
-        unknown = sorted(set(options) - set(limits) - set(for_runner))
-        if unknown:
-            known = [*RUNNER_OPTIONS, *(f.name for f in fields(SchedulerConfig))]
-            raise UsageError(f"the native engine has no option {unknown[0]!r}", "load", did_you_mean(unknown[0], known))
+        kind, for_runner, limits = sort_options(options)
         scheduler = SchedulerConfig(**{"prefix_caching": spec.kv_cache.prefix_caching, **limits})
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            for_runner[name] = getattr(scheduler, name)
+        for_runner.update(max_num_batched_tokens=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
         if spec.kv_cache.block_size is not None:
             for_runner.setdefault("block_size", spec.kv_cache.block_size)
         drafter = make_drafter(spec.draft, opened.folder, opened.module, opened.module.dtype) if draft else None
-        runner = EagerRunner(opened.module, **for_runner)
+        runner = make_runner(opened, kind, release, for_runner)
         self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
         self.context_length: int | None = runner.max_model_len
         self.vocab_size = runner.vocab_size
+        self.extra_weight_bytes = getattr(getattr(runner, "decoder", None), "weight_bytes", 0)
         self.engine = Engine(
             runner,
             opened.tokenizer,
@@ -94,6 +83,58 @@ class NativeBackend:
     def close(self) -> None:
         """End every request, stop the thread, give the model its own attention back."""
         self._loop.close()
+
+
+def sort_options(options: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The runner's kind, the runner's options and the scheduler's. Raises UsageError for one that nobody has."""
+    from .engine.runner_select import options_of
+    from .engine.scheduler_config import SchedulerConfig
+
+    kind = options.get("runner", "auto")
+    limits = {f.name for f in fields(SchedulerConfig)}
+    of_runner = options_of(kind) - {"release"}
+    known = limits | of_runner | {"runner"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise UsageError(f"the native engine has no option {unknown[0]!r}", "load", did_you_mean(unknown[0], known))
+    return (
+        kind,
+        {name: value for name, value in options.items() if name in of_runner - limits},
+        {name: value for name, value in options.items() if name in limits},
+    )
+
+
+def make_runner(opened: OpenedModel, kind: str, release: bool, options: dict[str, Any]) -> Any:
+    """`build_runner`, with the module's weights handed over to the fused decoder where `release` is set.
+
+    Options that only another kind has are left out. Where the decoder proves wrong after the weights are gone, the
+    model is opened again for the eager runner, and a note says so.
+    """
+    from .engine.runner_select import build_runner, options_of
+    from .kernels.build import NativeUnavailable
+    from .kernels.recognize import UnsupportedModel
+
+    def build(name: str, **more: Any) -> Any:
+        known = options_of(name)
+        return build_runner(opened.module, name, **{k: v for k, v in {**options, **more}.items() if k in known})
+
+    fused = kind in ("auto", "native") and opened.module.device.type == "cpu"
+    if not fused or not release or (kind == "auto" and options.get("attention", "auto") != "auto"):
+        return build(kind)
+    try:
+        return build("native", release=True)
+    except (UnsupportedModel, NativeUnavailable, UsageError) as error:
+        reason = error
+    if any(p.numel() == 0 for p in opened.module.parameters()):
+        from .open import open_model
+
+        dtype = str(opened.module.dtype).removeprefix("torch.")
+        opened.module = open_model(opened.folder, "cpu", dtype, verify=False).module
+    if kind == "native":
+        raise RunError(f"the native runner was refused: {reason}", str(opened.folder), "Use runner='eager' or 'auto'.")
+    runner = build("eager")
+    runner.notes.insert(0, f"eager runner; the native one was refused: {reason}")
+    return runner
 
 
 def _chunk(number: int, output: RequestOutput) -> Chunk:

@@ -41,6 +41,7 @@ class StaticBatch:
     """
 
     name = "static"
+    extra_weight_bytes = 0
 
     def __init__(
         self,
