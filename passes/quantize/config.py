@@ -103,7 +103,7 @@ class Config(Options):
         "those before. Slower by about a half.",
     )
     match_original: float = Field(
-        1.0,
+        0.0,
         ge=0,
         le=1,
         description="gptq: how far each layer is fitted to the outputs of the unquantized model instead of its own, so "

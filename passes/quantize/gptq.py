@@ -95,8 +95,9 @@ def matched_weight(
     NotPositiveDefinite as `inverse_factor` does.
     """
     factor, _ = inverse_factor(hessian, hessian.diagonal() == 0, damping)
-    shift = weight.float() @ (cross - hessian)
-    return weight.float().add_((shift @ factor.t()) @ factor, alpha=strength)
+    values = weight.float()
+    shift = values @ (cross - hessian)
+    return values + strength * ((shift @ factor.t()) @ factor)
 
 
 def inverse_factor(
