@@ -119,6 +119,21 @@ def test_backend_equals_reference(backend: str, shape: str, rows: str, option: s
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="Triton is interpreted in a process of its own")
+@pytest.mark.parametrize("option", ["plain", "window", "sinks"])
+def test_context_split_over_programs(option: str) -> None:
+    from llmopt.runtime.attention.triton_paged import num_splits, paged_attention_triton
+
+    query, keys, values, batch = make("gqa", "decode")
+    options = arguments(option, query.shape[1], query.shape[2])
+    want = paged_backend("reference")(query, keys, values, batch, **options)
+    for splits in (2, 5):  # most of five shares are empty for the short rows
+        got = paged_attention_triton(query, keys, values, batch, splits=splits, **options)
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
+    assert num_splits(256, 8, 4096, 132) == 1 and num_splits(1, 8, 100, 132) == 1
+    assert num_splits(1, 8, 1 << 20, 132) == 33 and num_splits(1, 1, 1 << 20, 132) == 64
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("option", ["plain", "softcap", "sinks"])
 def test_bfloat16(backend: str, option: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from llmopt.optimizer.errors import RunError, UsageError
 from llmopt.runtime.engine.plan import Row, StepPlan
 from llmopt.runtime.engine.protocols import ModelRunner
-from llmopt.runtime.engine.runner_select import build_runner
+from llmopt.runtime.engine.runner_select import KINDS, build_runner, options_of
 
 VOCAB = 211
 
@@ -147,6 +147,14 @@ def test_auto_states_what_it_passed_over() -> None:
         build_runner(model, "eager", num_block=3)
     with pytest.raises(UsageError, match="unknown runner"):
         build_runner(model, "fast")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_knows_the_options_of_what_it_builds_on(kind: str) -> None:
+    common = {"block_size", "num_blocks", "kv_cache_memory", "max_model_len", "max_num_seqs", "kv_dtype"}
+    assert common <= options_of(kind)
+    assert ("attention" in options_of(kind)) == (kind != "native")
+    assert "model" not in options_of(kind) and "options" not in options_of(kind)
 
 
 def assert_own_logits_of_eager(model: torch.nn.Module, runner: ModelRunner) -> None:

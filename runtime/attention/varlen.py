@@ -61,7 +61,7 @@ def paged_attention_varlen(
     num_splits=1 makes a row's result independent of its batch. `chunk`, `sink_tokens` and `softcap` are not taken;
     `select.py` does not choose this backend for layers that have them.
     """
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    from torch.nn.attention.varlen import varlen_attn
 
     if chunk or sink_tokens or softcap:
         raise ValueError("varlen attention takes no chunk, sink_tokens or softcap")
@@ -69,6 +69,8 @@ def paged_attention_varlen(
     if num_splits is not None:
         extra["num_splits"] = num_splits
     if sinks is not None:
+        from torch.nn.attention.varlen import AuxRequest
+
         extra["return_aux"] = AuxRequest(lse=True)
     result = varlen_attn(
         query.contiguous(),

@@ -30,9 +30,11 @@ def runner_class(kind: str) -> type:
 
 
 def options_of(kind: str) -> set[str]:
-    """Names of the options that a runner takes."""
-    parameters = {"auto": ("native", "eager", "cudagraph")}.get(kind, (kind,))
-    return {n for k in parameters for n in inspect.signature(runner_class(k).__init__).parameters} - {"self", "model"}
+    """Names of the options that a runner takes, those of the runner it builds on included."""
+    kinds = ("native", "eager", "cudagraph") if kind == "auto" else (kind,)
+    classes = [c for k in kinds for c in runner_class(k).__mro__ if c is not object]
+    parameters = [p for c in classes for p in inspect.signature(c.__init__).parameters.values()]
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _made(kind: str, model: Any, options: dict[str, Any]) -> Any:
