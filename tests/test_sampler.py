@@ -255,15 +255,26 @@ def test_drafts_are_accepted_exactly_as_far_as_plain_decoding_agrees():
     assert wrong.tokens == tuple(best[:2])
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.9, "top_p": 0.9}, {"presence_penalty": 2.0, "top_k": 8}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.9, "top_p": 0.9},
+        {"presence_penalty": 2.0, "temperature": 0.2},
+        {"frequency_penalty": 2.0, "temperature": 0.0},
+        {"repetition_penalty": 3.0, "temperature": 0.0},
+        {"logit_bias": {9: 1.0}, "top_k": 8},
+    ],
+)
 def test_sampled_tokens_are_the_same_with_any_drafts(settings):
     """Verification draws each position with that position's own number and the history that leads there."""
-    raw = logits_of(4)
+    raw = logits_of(1, scale=1.0).expand(4, V)  # the same favourites everywhere: only a penalty moves on from them
     plain, row = [], request(output=[5], **settings)
     for i in range(4):
         step = request(output=[5, *plain], **settings)
         plain.append(sample(raw[i : i + 1], [SampleItem(step, (), 0)])[0].tokens[0])
     assert sample(raw, [SampleItem(row, tuple(plain[:3]), 0)])[0].tokens == tuple(plain)
+    if "penalty" in next(iter(settings)):
+        assert len(set(plain)) > 1
     row = request(output=[5], **settings)
     other = (plain[0], (plain[1] + 1) % V, plain[2])
     assert sample(raw, [SampleItem(row, other, 0)])[0].tokens == tuple(plain[:2])

@@ -41,7 +41,7 @@ class Simulation:
     def __init__(self, seed):
         rng = self.rng = random.Random(seed)
         self.block_size = rng.choice([1, 2, 3, 4, 8])
-        self.num_blocks = rng.randrange(8, 30)
+        self.num_blocks = rng.randrange(6, 24)
         seqs = rng.randrange(1, 7)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -69,7 +69,7 @@ class Simulation:
 
     def new_request(self, prompt):
         rng = self.rng
-        limit = min(len(prompt) + rng.randrange(1, 14), self.num_blocks * self.block_size)
+        limit = min(len(prompt) + rng.randrange(1, 30), self.num_blocks * self.block_size)
         params = SamplingParams(prompt_logprobs=0) if rng.random() < 0.15 else SamplingParams()
         request = Request(
             id=len(self.everyone),
@@ -154,7 +154,11 @@ class Simulation:
             results.append(tokens)
             if reason is not None and not request.finished:
                 finished.append((request, reason))
+        drafted = [r for r in map(self.everyone.__getitem__, (row.request_id for row in plan.rows)) if r.drafts]
         self.scheduler.commit(plan, results)
+        for request in drafted:
+            if request.status is Status.RUNNING and not request.drafts:
+                assert request.table.missing(request.num_tokens) >= 0, "blocks of rejected drafts are kept"
         self.check_state()
         for request, reason in finished:
             self.end(request, reason)
@@ -248,7 +252,7 @@ class Simulation:
             assert stored == known[digest], "a cached block holds other tokens than its hash says"
 
     def run(self, steps):
-        operations = [self.add, self.add, self.fork, self.abort]
+        operations = [self.add, self.add, self.add, self.fork, self.abort]
         for _ in range(steps):
             for _ in range(self.rng.randrange(0, 3)):
                 self.rng.choice(operations)()
@@ -287,7 +291,7 @@ def test_random_schedules():
         accepted += simulation.accepted_drafts
         forks += sum(1 for r in simulation.everyone if r.num_cached_tokens)
     # The schedules must have been worth their name.
-    assert preemptions > SCHEDULES and hits > SCHEDULES and accepted > SCHEDULES and forks > SCHEDULES
+    assert min(preemptions, hits, accepted, forks) > SCHEDULES
 
 
 @pytest.mark.slow

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-_FIRST_CANDIDATES = 1024
-"""Best tokens among which top-p's cut is looked for before a row is sorted whole (sorting 49k logits takes 30 times as
-long as taking the best 50)."""
+_FIRST_CANDIDATES = 256
+"""Best tokens among which top-p's cut is looked for before a row is sorted whole: enough for nearly all text, and a
+tenth of the time."""
+_MOST_BY_SELECTION = 1024
+"""Best tokens up to which selecting them is faster than sorting the row."""
 
 
 @dataclass(slots=True)
@@ -72,21 +75,21 @@ def truncate_logits(logits: torch.Tensor, processing: Processing) -> torch.Tenso
     """Temperature, then top-k, top-p and min-p: dropped tokens become -inf. In place; returns `logits`.
 
     Tokens that tie with the last one kept are kept too, so the result depends on the row's values alone, not on a
-    sort's order. top-p counts the probability that top-k leaves, as transformers does.
+    sort's order. top-p counts the probability that top-k leaves, as transformers does. Rows must have a finite maximum
+    and no NaN.
     """
     if processing.temperature is not None:
         logits.div_(processing.temperature[:, None])
     if processing.top_k is not None:
         k = processing.top_k.clamp(1, logits.shape[-1])
         active = k < logits.shape[-1]
-        best = logits.topk(int(torch.where(active, k, 1).max()), dim=-1).values
+        best = _best(logits, int(torch.where(active, k, 1).max()))
         lowest = best.gather(1, torch.where(active, k - 1, 0)[:, None])
-        logits.masked_fill_((logits < lowest) & active[:, None], -torch.inf)
+        _drop_below(logits, torch.where(active[:, None], lowest, -torch.inf))
     if processing.top_p is not None:
-        logits.masked_fill_(logits < nucleus_floor(logits, processing.top_p), -torch.inf)
+        _drop_below(logits, nucleus_floor(logits, processing.top_p))
     if processing.min_p is not None:
-        floor = logits.amax(dim=-1, keepdim=True) + processing.min_p[:, None].log()
-        logits.masked_fill_(logits < floor, -torch.inf)
+        _drop_below(logits, logits.amax(dim=-1, keepdim=True) + processing.min_p[:, None].log())
     return logits
 
 
@@ -96,22 +99,51 @@ def nucleus_floor(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     The nucleus is the smallest set of best tokens whose probability reaches `top_p` (Holtzman et al. 2020).
     """
     total = logits.logsumexp(dim=-1, keepdim=True)
-    count = logits.shape[-1]
-    candidates = min(_FIRST_CANDIDATES, count)
     floor = torch.full_like(total, -torch.inf)
     rows = (top_p < 1).nonzero().squeeze(1)
-    while rows.numel():
-        part = logits[rows] if len(rows) < len(logits) else logits
-        best = part.topk(candidates, dim=-1).values
+    for candidates in (min(_FIRST_CANDIDATES, logits.shape[-1]), logits.shape[-1]):
+        if not rows.numel():
+            break
+        best = _best(logits if len(rows) == len(logits) else logits.index_select(0, rows), candidates)
         mass = (best - total[rows]).double().exp().cumsum(dim=-1)
         reached = mass >= top_p[rows, None].double()
-        inside = reached[:, -1] if candidates < count else torch.ones_like(reached[:, -1])
+        inside = reached[:, -1] | (candidates == logits.shape[-1])
         last = torch.where(reached[:, -1], reached.int().argmax(dim=-1), candidates - 1)
-        found = best.gather(1, last[:, None])
-        floor[rows] = torch.where(inside[:, None], found, floor[rows])
+        floor[rows] = torch.where(inside[:, None], best.gather(1, last[:, None]), floor[rows])
         rows = rows[~inside]
-        candidates = count
     return floor
+
+
+def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row, float32 [R], and its first place, int64 [R]. A NaN counts as the largest.
+
+    numpy's argmax is vectorized, torch's on the CPU is not (13 times the time over 49k logits).
+    """
+    if logits.device.type != "cpu":
+        values, tokens = logits.max(dim=-1)
+        return values, tokens
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.gather(1, tokens[:, None]).squeeze(1), tokens
+
+
+def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` largest of each row, in descending order, float32 [R, count]."""
+    if count <= _MOST_BY_SELECTION:
+        return logits.topk(count, dim=-1).values
+    if logits.device.type != "cpu":
+        return logits.sort(dim=-1, descending=True).values[:, :count]
+    ascending = np.sort(logits.numpy(), axis=-1)  # vectorized, unlike torch's
+    return torch.from_numpy(ascending[:, ::-1][:, :count].copy())
+
+
+def _drop_below(logits: torch.Tensor, floor: torch.Tensor) -> None:
+    """Set what is below `floor` [R, 1] to -inf, in place."""
+    if logits.device.type != "cpu":
+        logits.masked_fill_(logits < floor, -torch.inf)
+        return
+    for row, lowest in zip(logits, floor.squeeze(1).numpy()):
+        if lowest > -np.inf:  # one vectorized pass; a mask takes nine times as long
+            torch.nn.functional.threshold_(row, float(np.nextafter(lowest, -np.float32(np.inf))), -torch.inf)
 
 
 def process_logits(logits: torch.Tensor, processing: Processing) -> torch.Tensor:

@@ -107,15 +107,14 @@ def stop_at(request: Request, tokens: Sequence[int]) -> tuple[tuple[int, ...], F
     """Cut new tokens where the request ends by token id or length.
 
     Returns the tokens to keep, the finish reason if they end the request, and the token id that did (`stop` only). A
-    stop token is kept: it is part of the output's ids, not of its text. Stop tokens count only from the
-    `min_tokens`-th token on.
+    stop token is kept: it is part of the output's ids, not of its text. (`min_tokens` is the sampler's business: it
+    makes stop tokens impossible until then.)
     """
     room = request.max_total_tokens - len(request.token_ids)
-    done, least = request.num_output_tokens, request.params.min_tokens
     stop_ids = request.stop_ids
     for i, token in enumerate(tokens):
         if i >= room:
             return tuple(tokens[:room]), "length", None
-        if token in stop_ids and done + i + 1 > least:
+        if token in stop_ids:
             return tuple(tokens[: i + 1]), "stop", token
     return tuple(tokens), "length" if len(tokens) >= room else None, None

@@ -71,13 +71,11 @@ def sample(logits: torch.Tensor, items: Sequence[SampleItem]) -> list[Sampled]:
     if len(special) < len(positions):
         in_special = set(special)
         plain = [i for i in range(len(positions)) if i not in in_special]
-        values, best = _select(logits, [indices[i] for i in plain]).max(dim=-1)
-        finite = values.isfinite().tolist()
-        for i, token, good in zip(plain, best.tolist(), finite):
-            tokens[i] = token if good else -1
+        for i, token in zip(plain, _greedy(_select(logits, [indices[i] for i in plain]))):
+            tokens[i] = token
     if special:
-        own_copy = logits[_index([indices[i] for i in special], logits)]
-        chosen = _sample_special(own_copy, [positions[i] for i in special])
+        rows = _select(logits, [indices[i] for i in special])
+        chosen = _sample_special(rows.clone() if rows is logits else rows, [positions[i] for i in special])
         for i, token in zip(special, chosen):
             tokens[i] = token
     results, place = [], 0
@@ -112,19 +110,18 @@ def _sample_special(logits: torch.Tensor, positions: Sequence[_Position]) -> lis
     if len(random) < len(positions):
         in_random = set(random)
         greedy = [i for i in range(len(positions)) if i not in in_random]
-        values, best = _select(logits, greedy).max(dim=-1)
-        for i, token, good in zip(greedy, best.tolist(), values.isfinite().tolist()):
-            tokens[i] = token if good else -1
+        for i, token in zip(greedy, _greedy(_select(logits, greedy))):
+            tokens[i] = token
     if random:
-        rows = logits if len(random) == len(positions) else logits[_index(random, logits)]
+        rows = _select(logits, random)
         chosen = [positions[i] for i in random]
+        good = rows.amax(dim=-1).isfinite()
         probabilities = truncate_logits(rows, truncations(chosen, logits)).softmax(dim=-1)
         numbers = uniforms(
             [p.request.key for p in chosen], [p.request.num_tokens + len(p.drafts) for p in chosen], SAMPLE
         )
         drawn = draw(probabilities, torch.from_numpy(numbers).to(logits.device))
-        bad = probabilities[:, 0].isnan()
-        for i, token in zip(random, torch.where(bad, -1, drawn).tolist()):
+        for i, token in zip(random, torch.where(good, drawn, -1).tolist()):
             tokens[i] = token
     return tokens
 
@@ -244,14 +241,18 @@ def _add_logprobs(logits: torch.Tensor, items: Sequence[SampleItem], results: Se
         results[i].logprobs = tuple(next(values) for _ in results[i].tokens)
 
 
-def _index(rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    import torch
+def _greedy(logits: torch.Tensor) -> list[int]:
+    """The best token of each row; -1 where no maximum is finite."""
+    from .distribution import best_tokens
 
-    return torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    values, tokens = best_tokens(logits)
+    return [token if good else -1 for token, good in zip(tokens.tolist(), values.isfinite().tolist())]
 
 
 def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """The given rows; `logits` itself, uncopied, where that is all of them in order."""
+    import torch
+
     if len(rows) == len(logits) and all(row == i for i, row in enumerate(rows)):
         return logits
-    return logits[_index(rows, logits)]
+    return logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
