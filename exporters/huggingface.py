@@ -1,4 +1,4 @@
-"""The default exporter: a plain Hugging Face folder that transformers, vLLM and others open with no llmopt installed."""
+"""The default exporter: a plain Hugging Face folder; transformers, vLLM and others open it with no llmopt installed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ..optimizer.base import Context, Exporter, Options
 from ..optimizer.errors import RunError
+from ..runtime.open import quiet_transformers
 
 if TYPE_CHECKING:
     from ..optimizer.model import LoadedModel
@@ -37,9 +38,10 @@ class HuggingFaceExporter(Exporter):
         if quantization is not None:
             module.config.quantization_config = quantization
         module.config.use_cache = True
-        module.save_pretrained(directory, max_shard_size=self.config.max_shard_size)
-        model.tokenizer.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
+        with quiet_transformers():
+            module.save_pretrained(directory, max_shard_size=self.config.max_shard_size)
+            model.tokenizer.save_pretrained(directory)
+            model.generation_config.save_pretrained(directory)
         for pattern in CARRIED:
             for file in model.source.folder.glob(pattern):
                 if file.is_file() and not (directory / file.name).exists():

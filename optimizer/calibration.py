@@ -70,6 +70,11 @@ class Calibration:
         return [torch.tensor([sequence], dtype=torch.int64) for sequence in self._sequences]
 
     @property
+    def used(self) -> bool:
+        """Whether anything has asked for the sequences."""
+        return "_sequences" in self.__dict__
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in all sequences together."""
         return sum(len(sequence) for sequence in self._sequences)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..evaluation import perplexity as _perplexity
-from ..evaluation.proof import prove
+from ..evaluation.memory import weight_bytes
+from ..evaluation.perplexity import Perplexity
 from ..evaluation.reference import write_reference
 from ..evaluation.texts import check_vocabulary, token_windows
 from .artifact import Artifact
@@ -25,7 +25,7 @@ from .files import fsync_tree, replace_folder, require_space, scratch_folder, te
 from .gates import describe as describe_gate
 from .gates import judge
 from .manifest import GateRecord, Manifest, Note, PassRecord, SourceRecord, hash_files
-from .measure import compare, measure_source
+from .measure import prove_and_compare, source_figures
 from .model import LoadedModel, SourceIdentity
 from .planning import Plan, make_plan
 from .recipe import LoadedRecipe
@@ -58,6 +58,7 @@ class Run:
         self.workspace = Workspace(settings.cache_folder, settings.cache_limit, settings.cache)
         self.records: list[PassRecord] = []
         self.notes: list[dict[str, str]] = []
+        self.calibrated = False
 
     def execute(self) -> Artifact:
         """Raises UsageError before anything is loaded where the request is wrong, RunError where the run fails,
@@ -119,7 +120,7 @@ class Run:
         require_space(path, windows.numel() * vocabulary * self.info.dtype_bytes, "Keeping the source's logits")
         perplexity = write_reference(model.module, model.tokenizer, windows, path)
         _require_sense(perplexity, vocabulary, self.source)
-        return measure_source(model, self.info, options, perplexity), path
+        return source_figures(self.info, weight_bytes(model.module), perplexity), path
 
     def _context(self, model: LoadedModel, stage: str) -> Context:
         options = self.recipe.calibration
@@ -170,7 +171,8 @@ class Run:
             changed = fingerprint(model) != before
             seconds = time.perf_counter() - start
             runtime = model.runtime.model_copy(deep=True)
-            entry = CachedPass(report, runtime, self.notes[noted:], seconds, weights_key)
+            used = context.calibration.used
+            entry = CachedPass(report, runtime, self.notes[noted:], seconds, weights_key, used)
             self.workspace.store(key, entry, model, context, changed_weights=changed)
         self._record(item, entry, cached=False)
         return key if changed else weights_key
@@ -185,6 +187,7 @@ class Run:
             name=item.name, config=config, code_sha256=code, seconds=round(entry.seconds, 3), cached=cached, **report
         )
         self.records.append(record)
+        self.calibrated |= entry.calibrated
 
     def _key_base(self) -> dict[str, Any]:
         calibration = self.recipe.calibration.model_dump()
@@ -210,9 +213,9 @@ class Run:
             manifest.write(temporary)
             del model
             with self._stage("prove"):
-                proof = prove(temporary, reference, self.recipe.evaluate.model_dump())
-            manifest.measured = compare(before, proof, self.info, temporary)
-            manifest.certificate = proof["certificate"]
+                manifest.measured, manifest.certificate = prove_and_compare(
+                    before, self.info, temporary, reference, self.recipe
+                )
             manifest.gates = judge(self.recipe.gates, manifest.measured)
             manifest.notes = [Note(**note) for note in self.notes]
             manifest.write(temporary)
@@ -230,14 +233,13 @@ class Run:
     def _manifest(
         self, folder: Path, details: dict[str, Any], runtime: RuntimeSpec, calibration: Calibration
     ) -> Manifest:
-        used = any(record.details.get("calibrated") for record in self.records)
         return Manifest(
             llmopt_version=library_version("llmopt") or "unknown",
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             source=SourceRecord(**self.source.as_dict()),
             seed=self.recipe.seed,
             recipe=self.loaded.as_run(),
-            calibration=calibration.describe() if used else None,
+            calibration=calibration.describe() if self.calibrated else None,
             passes=self.records,
             exporter=details,
             runtime=runtime,
@@ -265,7 +267,7 @@ class Run:
         self._emit("stage_finished", name, data={"seconds": round(time.perf_counter() - start, 3)})
 
 
-def _require_sense(perplexity: _perplexity.Perplexity, vocabulary: int, source: SourceIdentity) -> None:
+def _require_sense(perplexity: Perplexity, vocabulary: int, source: SourceIdentity) -> None:
     """Raise RunError where the source does far worse than guessing: a wrong tokenizer, or damaged weights."""
     if perplexity.perplexity > 4 * vocabulary:
         raise RunError(

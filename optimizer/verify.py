@@ -8,6 +8,7 @@ from typing import Any
 
 from ..evaluation.proof import prove
 from ..runtime.artifact import verify_files
+from .environment import environment
 from .errors import RunError
 from .events import Event, Listener, silent
 from .manifest import hash_files, read_manifest
@@ -32,16 +33,14 @@ def verify(folder: str | Path, listener: Listener = silent) -> dict[str, Any]:
     start = time.perf_counter()
     recorded = manifest.certificate.get("samples") or []
     options = dict(manifest.recipe["evaluate"])
-    options.update(speed=False, prompts=[sample["prompt"] for sample in recorded] or options["prompts"])
-    proof = prove(folder, None, options)
+    options.update(speed=False, prompts=[text["prompt"] for text in recorded] or options["prompts"])
+    answers = prove(folder, None, options)["certificate"]["samples"]
     listener(Event("stage_finished", "prove", data={"seconds": round(time.perf_counter() - start, 3)}))
-    answers = proof["certificate"]["samples"]
-    same_libraries = proof["certificate"].get("environment") == manifest.certificate.get("environment")
+    comparable = manifest.environment == environment()
     for old, new in zip(recorded, answers):
+        where = f"{folder}: the prompt {old['prompt']!r}"
         if not new["token_ids"]:
-            raise RunError(f"the prompt {new['prompt']!r} got no answer", str(folder))
-        if same_libraries and old["token_ids"] != new["token_ids"]:
-            raise RunError(
-                f"the prompt {old['prompt']!r} is answered otherwise than when the artifact was made", str(folder)
-            )
-    return {"files": count, "prompts": len(answers), "same_libraries": same_libraries}
+            raise RunError("it gets no answer", where)
+        if comparable and old["token_ids"] != new["token_ids"]:
+            raise RunError("it is answered otherwise than when the artifact was made", where)
+    return {"files": count, "prompts": len(answers), "compared": comparable}

@@ -39,6 +39,8 @@ class CachedPass:
     seconds: float
     weights_key: str | None
     """Key of the entry whose state dict holds the weights after this pass; None where they are the source's."""
+    calibrated: bool = False
+    """Whether the pass asked for calibration data."""
 
 
 def pass_keys(passes: list[Pass], base: dict[str, Any]) -> list[str]:
@@ -78,6 +80,7 @@ class Workspace:
                 meta["notes"],
                 meta["seconds"],
                 meta["weights_key"],
+                meta["calibrated"],
             )
         except (KeyError, TypeError, ValueError):
             return None
@@ -138,6 +141,7 @@ class Workspace:
                 "notes": cached.notes,
                 "seconds": cached.seconds,
                 "weights_key": key if changed_weights else cached.weights_key,
+                "calibrated": cached.calibrated,
                 "aliases": aliases,
             }
             (temporary / META).write_text(json.dumps(meta), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share: tiny random models with a real tokenizer, the embedded real model, shared data."""
+"""Fixtures that several test files share: tiny random models with a real tokenizer, the embedded real model, data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def build_tokenizer(vocab_size: int = 400):
     return fast
 
 
-def save_tiny_model(folder: Path, *, seed: int = 0, dtype: str = "bfloat16", shards: str = "5GB", **changes: Any) -> Path:
+def save_tiny_model(
+    folder: Path, *, seed: int = 0, dtype: str = "bfloat16", shards: str = "5GB", **changes: Any
+) -> Path:
     """A random llama of two layers, saved with its tokenizer; `changes` go to its config."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from llmopt.optimizer.errors import UsageError
 from llmopt.optimizer.recipe import Recipe, shipped
 

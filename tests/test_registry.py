@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import llmopt
+import pytest
 from llmopt.optimizer import registry
 from llmopt.optimizer.errors import UsageError
 from llmopt.optimizer.recipe import Recipe

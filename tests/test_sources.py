@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from llmopt.optimizer.errors import LlmoptError, RunError, UsageError
+from llmopt.optimizer.errors import LlmoptError, RunError
 from llmopt.optimizer.source_model import load_source
 from llmopt.optimizer.sources import describe, resolve
 
