@@ -8,6 +8,7 @@ transformers' own forward with eager attention, one request at a time, in float3
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -126,6 +127,15 @@ REFUSED: dict[str, dict] = {
     "recurrent_gemma": {**BASE, "lru_width": 32, "head_dim": 8},
     "rwkv": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny(architecture: str, settings: dict) -> torch.nn.Module:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,15 @@ OPTIONS = {
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True, "window": 9},
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make(shape: str, rows: str, dtype: torch.dtype = torch.float32, seed: int = 0):

@@ -6,6 +6,8 @@ instead of replayed, so that the structure (sizes, buckets, filler rows, buffers
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from llmopt.optimizer.errors import RunError
@@ -16,6 +18,15 @@ from llmopt.runtime.engine.runner_compile import CompileRunner
 from llmopt.runtime.engine.runner_cudagraph import CudaGraphRunner, bucket_sizes
 
 VOCAB = 97
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny(architecture: str = "llama") -> torch.nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,15 @@ from llmopt.runtime.engine.protocols import ModelRunner
 from llmopt.runtime.engine.runner_select import KINDS, build_runner, options_of
 
 VOCAB = 211
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny_llama(**changes: object) -> torch.nn.Module:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError
@@ -72,8 +73,11 @@ def batch_of(slots: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables
 def paged_backend(name: str) -> Callable[..., Tensor]:
     """The function of a backend: (query, key_cache, value_cache, batch, *, scale, window, …) → out.
 
-    Raises RunError for a name that is not a backend, and what its import raises where its library is absent.
+    `invariant:` before a name attends each sequence in a call of its own. Raises RunError for a name that is not a
+    backend, and what its import raises where its library is absent.
     """
+    if name.startswith(INVARIANT):
+        return partial(_one_by_one, paged_backend(name.removeprefix(INVARIANT)))
     if name == "reference":
         from .reference import paged_attention_reference as function
     elif name == "torch":
@@ -95,6 +99,43 @@ BACKENDS = ("reference", "torch", "compiled", "varlen", "flash_attn", "triton")
 """Every backend by its name; `select.py` says which of them run where."""
 
 
+INVARIANT = "invariant:"
+
+
+def _one_by_one(
+    function: Callable[..., Tensor],
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: Batch,
+    **options: Any,
+) -> Tensor:
+    """A backend's function called once a sequence: how it splits its work then depends on that sequence alone."""
+    import torch
+
+    if "one_by_one" not in batch.memo:
+        bounds = batch.query_bounds
+        batch.memo["one_by_one"] = [
+            Batch(
+                batch.slots[first:last],
+                batch.cu_seqlens_q[row : row + 2] - first,
+                batch.seq_lens[row : row + 1],
+                batch.block_tables[row : row + 1],
+                last - first,
+                batch.lengths[row],
+            )
+            for row, (first, last) in enumerate(pairwise(bounds))
+        ]
+    parts = batch.memo["one_by_one"]
+    spans = batch.query_bounds
+    return torch.cat(
+        [
+            function(query[spans[row] : spans[row + 1]], key_cache, value_cache, part, **options)
+            for row, part in enumerate(parts)
+        ]
+    )
+
+
 @cache
 def gathered_backend(name: str) -> Callable[..., Tensor]:
     """The function for latent attention over gathered keys; backends without one of their own use torch's operators."""
@@ -114,7 +155,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 @cache
 def cache_writer(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
     """How a backend's pool is written: (key, value, key_cache, value_cache, slots)."""
-    if name == "compiled":
+    if name.removeprefix(INVARIANT) == "compiled":
         from .compiled import write_kv_compiled
 
         return write_kv_compiled

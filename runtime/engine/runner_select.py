@@ -42,18 +42,25 @@ def _made(kind: str, model: Any, options: dict[str, Any]) -> Any:
     return runner_class(kind)(model, **{k: v for k, v in options.items() if k in known})
 
 
-def build_runner(model: Any, kind: str = "auto", **options: Any) -> ModelRunner:
+def build_runner(model: Any, kind: str = "auto", *, batch_invariant: bool = False, **options: Any) -> ModelRunner:
     """A runner over a loaded model.
 
     kind: `auto` takes the native runner on the CPU where the kernels know the model and an attention backend was not
         asked for by name, CUDA graphs on CUDA, and else the eager runner; what was passed over, and why, is the
         first of its notes. Any other kind is taken or raises.
+    batch_invariant: logits do not depend on the batch (`runner_invariant.py` states the cost); `auto` or `eager`.
     options: those of the runner's class. With `auto`, options that only another candidate has are left out.
     Raises UsageError for an unknown kind or option, and what the runner's class raises.
     """
     unknown = sorted(set(options) - options_of(kind))
     if unknown:
         raise UsageError(f"runner {kind!r} has no option {', '.join(unknown)}", what_to_do=_known(kind))
+    if batch_invariant:
+        from .runner_invariant import BatchInvariantRunner
+
+        if kind not in ("auto", "eager"):
+            raise UsageError(f"runner {kind!r} is not batch-invariant", what_to_do="Use kind='eager' or 'auto'")
+        return BatchInvariantRunner(model, **{k: v for k, v in options.items() if k in options_of("eager")})
     if kind != "auto":
         return _made(kind, model, options)
     device = next(model.parameters()).device
