@@ -98,8 +98,8 @@ def test_lower_floors_import_no_higher_ones():
 
 
 def test_the_floor_check_sees_imports():
-    found = imports("optimizer.pipeline", ROOT / "optimizer" / "pipeline.py")
-    assert "evaluation.proof" in found and "optimizer.base" in found
+    found = imports("optimizer.measure", ROOT / "optimizer" / "measure.py")
+    assert "evaluation.proof" in found and "optimizer.recipe" in found
 
 
 def test_importing_loads_no_heavy_library():
