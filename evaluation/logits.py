@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..optimizer.errors import RunError
+from ..runtime.cached_forward import vocabulary_size
 from .texts import check_vocabulary
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def window_logits(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[tup
     """
     import torch
 
-    check_vocabulary(windows, model.get_input_embeddings().num_embeddings)
+    check_vocabulary(windows, vocabulary_size(model))
     for index, row in enumerate(windows):
         ids = row.to(model.device)
         with torch.inference_mode():

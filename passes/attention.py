@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
@@ -71,10 +71,10 @@ class FlashAttention(Pass):
 
     def run(self, model: LoadedModel, context: Context) -> PassReport:
         """Try, choose and record. Raises RunError where nothing that was allowed runs and agrees with eager."""
-        module = model.module
+        module = cast("PreTrainedModel", model.module)
         ids = sample(context, self.config.num_tokens).to(module.device)
         before = module.config._attn_implementation
-        wanted = list(IMPLEMENTATIONS) if self.config.backend == "auto" else [self.config.backend]
+        wanted: list[str] = list(IMPLEMENTATIONS) if self.config.backend == "auto" else [self.config.backend]
         trials: dict[str, dict[str, Any]] = {}
         try:
             eager = self._trial(module, "eager", ids, None)

@@ -29,7 +29,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 def runtime_spec(folder: Path, manifest: dict[str, Any] | None) -> RuntimeSpec:
     """The RuntimeSpec that the manifest holds; the default one where there is none. Raises RunError on a bad one."""
     if manifest is None or manifest.get("runtime") is None:
-        return RuntimeSpec()
+        return RuntimeSpec.model_validate({})
     try:
         return RuntimeSpec.model_validate(manifest["runtime"])
     except ValidationError as error:

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
+def vocabulary_size(model: Any) -> int:
+    """Rows of the model's input embedding: token ids lie below it."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 class CachedForward:
     """Calls `model` on new tokens with a DynamicCache.
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 """One chat message: at least `role` and `content`."""
-Prompt = str | Sequence[int] | Sequence[Message]
-"""A text, token ids, or a chat."""
 
 
 def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
@@ -37,8 +35,8 @@ def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
     return items, False
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str = "prompt") -> list[int]:
-    """Token ids of one prompt; never empty.
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any, where: str = "prompt") -> list[int]:
+    """Token ids of one prompt (text, token ids or a chat); never empty.
 
     Text gets the special tokens that the tokenizer itself adds; a BOS that the text already spells is not doubled. A
     chat goes through the chat template, which writes its own special tokens, and ends where the answer starts. An empty
@@ -83,7 +81,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
             "Give the prompt as text in the format the model was trained on.",
         )
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates raise whatever they like
         raise UsageError(f"the chat template refuses these messages ({error})", where) from error
 

@@ -137,16 +137,27 @@ def make_drafter(spec: DraftSpec, folder: Path, target: PreTrainedModel, dtype: 
     """The drafter that a RuntimeSpec asks for; None for kind `none`.
 
     A draft model is a folder inside the artifact, another folder, or a hub id that is in the local cache. Raises
-    RunError where it is not there or has another vocabulary size than the target's tokenizer can name.
+    RunError where it is not there, or lies outside the artifact and is not the one that was paired with it.
     """
     if spec.kind == "none":
         return None
     if spec.kind == "ngram":
         return NgramDrafter(spec.max_ngram)
+    from .cached_forward import vocabulary_size
     from .open import open_model
 
-    opened = open_model(draft_folder(spec, folder), str(target.device), str(dtype).removeprefix("torch."))
-    return ModelDrafter(opened.module, target.get_input_embeddings().num_embeddings)
+    where = draft_folder(spec, folder)
+    if spec.sha256 is not None and not where.is_relative_to(folder):
+        from ..optimizer.sources import folder_sha256
+
+        if folder_sha256(where) != spec.sha256:
+            raise RunError(
+                "the draft model is not the one that was paired with this artifact",
+                where=str(where),
+                what_to_do="Fetch that one, or load with draft=False.",
+            )
+    opened = open_model(where, str(target.device), str(dtype).removeprefix("torch."))
+    return ModelDrafter(opened.module, vocabulary_size(target))
 
 
 def draft_folder(spec: DraftSpec, folder: Path) -> Path:

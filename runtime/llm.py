@@ -237,7 +237,7 @@ class LLM:
         """Token ids and parameters of every prompt, checked. Raises UsageError that names the prompt."""
         if self._closed:
             raise RunError("the model is closed", repr(self), "Load it again.")
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(items)
+        each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * len(items)
         if len(each) != len(items):
             raise UsageError(
                 f"{len(each)} params for {len(items)} prompts", "generate", "Give one for all, or one each."

@@ -73,7 +73,7 @@ def open_model(
             raise UsageError(
                 f"unknown attention backend {attention!r}", what_to_do="Use auto, flash_attn, sdpa or eager."
             )
-        spec = spec.model_copy(update={"attention": AttentionSpec(backend=attention)})
+        spec = spec.model_copy(update={"attention": AttentionSpec.model_validate({"backend": attention})})
     for file in weight_files(folder):
         read_header(file)
     device = resolve_device(device)
@@ -188,7 +188,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype, device: str, trust_remote
     from .packed_load import raise_on_keys
 
     try:
-        module, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -202,6 +202,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype, device: str, trust_remote
         raise
     except Exception as error:  # transformers, safetensors and torch raise many kinds here
         raise RunError(f"the model cannot be opened ({_brief(error)})", where=str(folder)) from error
+    module, loading = loaded
     for name, stored, expected in sorted(loading.get("mismatched_keys") or [], key=lambda entry: entry[0]):
         shapes = f"shape {tuple(stored)}, the model's config makes it {tuple(expected)}"
         raise RunError(f"{name} has {shapes}", str(folder), "config.json and the weights do not belong together.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..optimizer.errors import RunError
 from .weight_files import weight_files
@@ -106,7 +106,9 @@ def assign(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -> boo
                 f"{name} has shape {tuple(tensor.shape)}, the model's config makes it {tuple(current.shape)}",
                 where=str(file),
             )
-        table[leaf] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
+        if table is module._parameters:
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        cast("dict[str, torch.Tensor]", table)[leaf] = tensor
         return True
     return False
 

@@ -7,11 +7,11 @@ Sampling, stop conditions and detokenization are the engine's own (`engine/sampl
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import UsageError
-from .cached_forward import CachedForward
+from .cached_forward import CachedForward, vocabulary_size
 from .completion import Chunk
 from .drafting import Drafter, DraftLength
 from .engine.detokenizer import TextStream, Vocabulary
@@ -58,7 +58,7 @@ class StaticBatch:
 
         self.context_length = context_length
         self.max_batch = max_batch or (32 if model.dtype in (torch.float32, torch.float64) else 1)
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.vocab_size: int = vocabulary_size(model)
         self.notes: list[dict[str, str]] = []
         self.num_drafted = self.num_accepted = 0
         """Draft tokens proposed and accepted so far."""
@@ -158,7 +158,7 @@ class StaticBatch:
         count = min(count, request.max_total_tokens - request.num_tokens - 1)
         return drafter.propose(request.token_ids, count) if count > 0 else ()
 
-    def _prefill(self, group: list[_Sequence], cache: Any) -> Iterator[Chunk]:
+    def _prefill(self, group: list[_Sequence], cache: Any) -> Generator[Chunk, None, torch.Tensor]:
         """Run the prompts; returns the last position's logits `[rows, 1, vocab]` of those that go on."""
         prompts = [one.request.token_ids for one in group]
         wants = [one.request.params.prompt_logprobs is not None for one in group]
@@ -198,6 +198,7 @@ class _Sequence:
         """Take a step's tokens up to where the sequence ends; the chunk to hand out."""
         if result.error is not None:
             return self.end("error", error=result.error)
+        stop_reason: str | int | None
         tokens, reason, stop_reason = stop_at(self.request, result.tokens)
         text, kept = "", 0
         for kept, token in enumerate(tokens, start=1):

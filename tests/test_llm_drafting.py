@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.optimizer.errors import RunError
 from llmopt.optimizer.runtime_spec import DraftSpec
-from llmopt.runtime.drafting import FIRST_LENGTH, LONGEST, DraftLength, NgramDrafter, draft_folder
+from llmopt.runtime.drafting import FIRST_LENGTH, LONGEST, DraftLength, NgramDrafter, draft_folder, make_drafter
 
 
 def looked_up(tokens: list[int], longest: int, shortest: int, count: int) -> tuple[int, ...]:
@@ -66,3 +66,17 @@ def test_draft_models_are_found_inside_the_artifact_first(tmp_path: Path):
     assert draft_folder(DraftSpec(kind="model", model=str(tmp_path)), tmp_path / "x") == tmp_path
     with pytest.raises(RunError, match=r"'org/absent' is not on this machine.*draft=False"):
         draft_folder(DraftSpec(kind="model", model="org/absent"), tmp_path)
+
+
+def test_a_draft_model_that_was_exchanged_is_an_error(tiny_model: Path, make_model, tmp_path: Path):
+    import torch
+    from llmopt.optimizer.sources import resolve
+    from llmopt.runtime.open import open_model
+
+    target = open_model(tiny_model).module
+    paired = make_model(seed=1)
+    spec = DraftSpec(kind="model", model=str(paired), sha256=resolve(paired).sha256)
+    assert make_drafter(spec, tmp_path / "artifact", target, torch.bfloat16) is not None
+    spec.sha256 = resolve(make_model(seed=2)).sha256
+    with pytest.raises(RunError, match="not the one that was paired"):
+        make_drafter(spec, tmp_path / "artifact", target, torch.bfloat16)
