@@ -36,7 +36,7 @@ def load_packed(
     """
     import torch
 
-    from ..exporters.compressed_tensors import install_packed_linears
+    from .packed_format import install_packed_linears
 
     model = build_empty(config, dtype, trust_remote_code)
     install_packed_linears(model, quantization_config, dtype)
