@@ -3,11 +3,10 @@
 import pytest
 import torch
 import transformers
-from torch import nn
-
 from llmopt.runtime.kernels import build
 from llmopt.runtime.kernels.decoder import DecoderOptions, build_decoder
 from llmopt.runtime.kernels.recognize import UnsupportedModel
+from torch import nn
 
 SMALL = {
     "vocab_size": 131, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6,

@@ -81,6 +81,19 @@ def test_float_weights(dtype, rows, columns, out):
     assert (layer(x).double() - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_short_scales_are_kept_short_and_exact(dtype, symmetric):
+    codes, scales, zeros = random_codes(40, 128, 32, 4, symmetric)
+    scales = scales.to(dtype)
+    layer = NativeLinear.from_codes(codes, scales, zeros, bits=4)
+    wide = NativeLinear.from_codes(codes, scales.float() + 1e-7, zeros, bits=4)
+    assert wide.nbytes - layer.nbytes == 64 * 4 * 2
+    x = torch.randn(3, 128)
+    expected = reference(x, codes, scales, zeros, 4, "int8")
+    assert (layer(x).double() - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
 def test_memory_is_the_formats():
     codes, scales, _ = random_codes(64, 256, 64, 4, True)
     assert NativeLinear.from_codes(codes, scales, None, bits=4).nbytes == 64 * 256 // 2 + 64 * 4 * 4

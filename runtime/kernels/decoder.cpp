@@ -217,24 +217,25 @@ void Decoder::gated_mlp(const LayerSpec& l, int count) {
   const int panels = gate_x.panels(), limit = std::max(1, kPanelBytes / (kMaxRows * gate_x.units() * 4));
   const int parts = (panels + limit - 1) / limit, step = (panels + parts - 1) / parts;
   pool_->run(l.gate->tiles * parts, [&](int begin, int end, int thread) {
-    alignas(64) float g[kMaxRows * kLanes], u[kMaxRows * kLanes];
-    for (int i = begin; i < end; ++i) {
-      const int tile = i % l.gate->tiles, first = i / l.gate->tiles * step, last = std::min(panels, first + step);
-      const int covered = std::min(count, last * kMaxRows) - first * kMaxRows;
-      if (first >= last) continue;
-      const auto each = [&](const Linear& linear, const Activations& x, const auto& then) {
+    alignas(64) float c[kMaxRows * kLanes];
+    // All gates of the piece, then all ups: each runs through its own weights in order.
+    for (const bool up : {false, true}) {
+      const Linear& linear = up ? *l.up : *l.gate;
+      const Activations& x = up ? up_x : gate_x;
+      for (int i = begin; i < end; ++i) {
+        const int tile = i % l.gate->tiles, first = i / l.gate->tiles * step, last = std::min(panels, first + step);
+        if (first >= last) continue;
+        const int covered = std::min(count, last * kMaxRows) - first * kMaxRows;
         const TileView view = prepare_tile(linear, tile, covered, threads_[thread].tile);
-        for (int panel = first; panel < last; ++panel) then(view, x, panel);
-      };
-      const auto out = [&](int panel, int m) { return mlp + (static_cast<size_t>(panel) * kMaxRows + m) * width + tile * kLanes; };
-      each(*l.gate, gate_x, [&](const TileView& view, const Activations& x, int panel) {
-        panel_product(*l.gate, view, tile, x, panel, g);
-        for (int m = 0; m < x.panel_rows(panel); ++m) std::memcpy(out(panel, m), g + m * kLanes, sizeof(float) * kLanes);
-      });
-      each(*l.up, up_x, [&](const TileView& view, const Activations& x, int panel) {
-        panel_product(*l.up, view, tile, x, panel, u);
-        for (int m = 0; m < x.panel_rows(panel); ++m) gated(l.activation, out(panel, m), u + m * kLanes, kLanes, out(panel, m));
-      });
+        for (int panel = first; panel < last; ++panel) {
+          panel_product(linear, view, tile, x, panel, c);
+          for (int m = 0; m < x.panel_rows(panel); ++m) {
+            float* out = mlp + (static_cast<size_t>(panel) * kMaxRows + m) * width + tile * kLanes;
+            if (up) gated(l.activation, out, c + m * kLanes, kLanes, out);
+            else std::memcpy(out, c + m * kLanes, sizeof(float) * kLanes);
+          }
+        }
+      }
     }
   });
   begin_part(PART_ROWS);

@@ -9,12 +9,35 @@ struct Product {
   const float* row_scales;    // X_INT8: t [groups][r]
   const int32_t* row_sums;    // X_INT8: [groups][r]
   const float* row_totals;    // otherwise, for zero points: [groups][r]
-  const float* scales;        // [groups][32]
-  const uint8_t* zeros;       // [groups][32] or null
+  size_t weight_step;         // bytes from one group's weights to the next one's
+  const uint8_t* scales;      // of the first group, 32 in scale_format
+  int scale_format;
+  const uint8_t* zeros;       // of the first group, 32, or null
+  size_t step;                // bytes from one group's scales, or zeros, to the next one's
   int zero;                   // the constant zero point that the codes are read with
   int groups, units;          // units of one group
   float* c;                   // [r][32]
 };
+
+#if LLMOPT_AVX512
+inline __m512 load_scales(const uint8_t* scales, int format, int lane) {
+  if (format == S_F32) return _mm512_loadu_ps(scales + 4 * lane);
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 2 * lane));
+  if (format == S_F16) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+#endif
+
+inline float scale_at(const uint8_t* scales, int format, int lane) {
+  if (format == S_F32) {
+    float v;
+    std::memcpy(&v, scales + 4 * lane, 4);
+    return v;
+  }
+  uint16_t v;
+  std::memcpy(&v, scales + 2 * lane, 2);
+  return format == S_BF16 ? bf16_to_f32(v) : f16_to_f32(v);
+}
 
 // y = x W^T over float or bfloat16 weights: one group, no scales.
 template <class Op>
@@ -41,14 +64,15 @@ struct Grouped {
       for (int g = 0; g < p.groups; ++g) {
         Accumulator<MR> acc;
         acc.zero();
-        const size_t unit = static_cast<size_t>(g) * p.units;
-        acc.template run<Op>(p.a + unit * 4 * MR, 4 * MR, 4, p.weights + unit * 4 * kLanes, 4 * kLanes, p.units);
+        acc.template run<Op>(p.a + static_cast<size_t>(g) * p.units * 4 * MR, 4 * MR, 4, p.weights + g * p.weight_step,
+                             4 * kLanes, p.units);
         acc.store(sums, kLanes);
-        const float* s = p.scales + g * kLanes;
+        float s[kLanes];
+        for (int n = 0; n < kLanes; ++n) s[n] = scale_at(p.scales + g * p.step, p.scale_format, n);
         for (int m = 0; m < MR; ++m) {
           const float total = p.row_totals[g * MR + m];
           for (int n = 0; n < kLanes; ++n) {
-            const float shift = p.zeros ? static_cast<float>(p.zeros[g * kLanes + n]) - static_cast<float>(p.zero) : 0.0f;
+            const float shift = p.zeros ? static_cast<float>(p.zeros[g * p.step + n]) - static_cast<float>(p.zero) : 0.0f;
             p.c[m * kLanes + n] += s[n] * (sums[m * kLanes + n] - shift * total);
           }
         }
@@ -65,12 +89,12 @@ struct Integer {
   struct Body {
     static void run(const Product& p) {
       const uint8_t* a = p.a;
-      const uint8_t* w = p.weights;
       const __m512i low = _mm512_set1_epi8(0x0f);
       __m512 f[MR][2];
 #pragma GCC unroll 12
       for (int m = 0; m < MR; ++m) f[m][0] = f[m][1] = _mm512_setzero_ps();
       for (int g = 0; g < p.groups; ++g) {
+        const uint8_t* w = p.weights + g * p.weight_step;
         __m512i acc[MR][2], high[MR][2];
         const int32_t* sums = p.row_sums + g * MR;
 #pragma GCC unroll 12
@@ -119,12 +143,12 @@ struct Integer {
             }
           }
         }
-        const float* s = p.scales + g * kLanes;
-        const __m512 s0 = _mm512_loadu_ps(s), s1 = _mm512_loadu_ps(s + 16);
+        const uint8_t* scales = p.scales + g * p.step;
+        const __m512 s0 = load_scales(scales, p.scale_format, 0), s1 = load_scales(scales, p.scale_format, 16);
         __m512i z0 = low, z1 = low;
         if (p.zeros) {
-          z0 = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p.zeros + g * kLanes)));
-          z1 = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p.zeros + g * kLanes + 16)));
+          z0 = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p.zeros + g * p.step)));
+          z1 = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p.zeros + g * p.step + 16)));
         }
 #pragma GCC unroll 12
         for (int m = 0; m < MR; ++m) {
@@ -160,8 +184,8 @@ struct Integer {
     static void run(const Product& p) {
       std::memset(p.c, 0, sizeof(float) * MR * kLanes);
       const int8_t* a = reinterpret_cast<const int8_t*>(p.a);
-      const uint8_t* w = p.weights;
       for (int g = 0; g < p.groups; ++g) {
+        const uint8_t* w = p.weights + g * p.weight_step;
         int32_t acc[MR][kLanes];
         std::memset(acc, 0, sizeof acc);
         for (int u = 0; u < p.units; ++u, a += 4 * MR) {
@@ -179,9 +203,9 @@ struct Integer {
         }
         for (int m = 0; m < MR; ++m)
           for (int n = 0; n < kLanes; ++n) {
-            const int zero = p.zeros ? p.zeros[g * kLanes + n] : p.zero;
+            const int zero = p.zeros ? p.zeros[g * p.step + n] : p.zero;
             const int32_t dot = acc[m][n] - zero * p.row_sums[g * MR + m];
-            p.c[m * kLanes + n] += static_cast<float>(dot) * (p.scales[g * kLanes + n] * p.row_scales[g * MR + m]);
+            p.c[m * kLanes + n] += static_cast<float>(dot) * (scale_at(p.scales + g * p.step, p.scale_format, n) * p.row_scales[g * MR + m]);
           }
       }
     }
@@ -190,20 +214,22 @@ struct Integer {
 
 #endif
 
-// Unpacks a tile of 4-bit codes to the 8-bit layout.
-void unpack_int4(const uint8_t* packed, size_t bytes, uint8_t* out) {
-  for (size_t i = 0; i < bytes; i += 128, out += 256)
-    for (int j = 0; j < 128; ++j) {
-      out[j] = packed[i + j] & 15;
-      out[128 + j] = packed[i + j] >> 4;
-    }
+// Unpacks a tile of 4-bit codes to the 8-bit layout, without its scales.
+void unpack_int4(const Linear& l, const uint8_t* tile, uint8_t* out) {
+  for (int g = 0; g < l.groups; ++g, tile += l.group_bytes)
+    for (size_t i = 0; i < l.scales_at; i += 128, out += 256)
+      for (int j = 0; j < 128; ++j) {
+        out[j] = tile[i + j] & 15;
+        out[128 + j] = tile[i + j] >> 4;
+      }
 }
 
 // Turns a tile of codes into bfloat16 or float units of (code - zero): both hold integers up to 255 exactly.
-void unpack_values(const Linear& l, const uint8_t* codes, uint8_t* out) {
-  const int zero = l.weight == W_INT4 ? 8 : 128;
-  for (int u = 0; u < l.kp / 4; ++u) {
-    const uint8_t* c = l.weight == W_INT4 ? codes + (u / 2) * 128 : codes + u * 128;
+void unpack_values(const Linear& l, const uint8_t* tile, uint8_t* out) {
+  const int zero = l.weight == W_INT4 ? 8 : 128, units = l.group / 4;
+  for (int i = 0; i < l.kp / 4; ++i) {
+    const int u = i % units;
+    const uint8_t* c = tile + i / units * l.group_bytes + (l.weight == W_INT4 ? (u / 2) * 128 : u * 128);
     const int shift = l.weight == W_INT4 ? (u & 1) * 4 : 0, mask = l.weight == W_INT4 ? 15 : 255;
     if (l.activation == X_BF16) {
 #if LLMOPT_AVX512
@@ -227,15 +253,15 @@ void unpack_values(const Linear& l, const uint8_t* codes, uint8_t* out) {
 #else
       uint16_t* o = reinterpret_cast<uint16_t*>(out);
       for (int n = 0; n < kLanes; ++n)
-        for (int i = 0; i < 4; ++i)
-          o[(i / 2) * 64 + 2 * n + i % 2] = f32_to_bf16(static_cast<float>(((c[4 * n + i] >> shift) & mask) - zero));
+        for (int b = 0; b < 4; ++b)
+          o[(b / 2) * 64 + 2 * n + b % 2] = f32_to_bf16(static_cast<float>(((c[4 * n + b] >> shift) & mask) - zero));
 #endif
       out += 2 * 4 * kLanes;
     } else {
       float* o = reinterpret_cast<float*>(out);
-      for (int i = 0; i < 4; ++i)
+      for (int b = 0; b < 4; ++b)
         for (int n = 0; n < kLanes; ++n)
-          o[i * kLanes + n] = static_cast<float>(((c[4 * n + i] >> shift) & mask) - zero);
+          o[b * kLanes + n] = static_cast<float>(((c[4 * n + b] >> shift) & mask) - zero);
       out += 4 * 4 * kLanes;
     }
   }
@@ -323,7 +349,7 @@ void Activations::pack_row(int row, const float* x, int k, float* scratch) {
 }
 
 TileView prepare_tile(const Linear& l, int tile, int rows, TileScratch& scratch) {
-  const uint8_t* weights = l.data.data + static_cast<size_t>(tile) * l.tile_bytes;
+  const uint8_t* weights = l.tile(tile);
   if (l.weight == W_F32 || l.weight == W_BF16) return {weights, l.weight};
   if (l.activation != X_INT8) {
     const size_t bytes = static_cast<size_t>(l.kp) * kLanes * (l.activation == X_BF16 ? 2 : 4);
@@ -331,7 +357,7 @@ TileView prepare_tile(const Linear& l, int tile, int rows, TileScratch& scratch)
     return {scratch.weights.data, l.activation == X_BF16 ? W_BF16 : W_F32};
   }
   if (l.weight == W_INT4 && rows > kMaxRows) {
-    unpack_int4(weights, l.tile_bytes, scratch.weights.reserve(2 * l.tile_bytes));
+    unpack_int4(l, weights, scratch.weights.reserve(static_cast<size_t>(l.kp) * kLanes));
     return {scratch.weights.data, W_INT8};
   }
   return {weights, l.weight};
@@ -346,12 +372,15 @@ void panel_product(const Linear& l, const TileView& view, int tile, const Activa
   p.row_scales = x.scales.data + base * x.groups;
   p.row_sums = x.sums.data + base * x.groups;
   p.row_totals = x.totals.data + base * x.groups;
-  const size_t group_base = static_cast<size_t>(tile) * l.groups * kLanes;
-  p.scales = l.scales.data + group_base;
-  p.zeros = l.symmetric ? nullptr : l.zeros.data + group_base;
+  p.units = x.units() / l.groups;
+  // Weights as they lie have their scales between the groups, unpacked ones have not.
+  p.weight_step = view.weights == l.tile(tile) ? l.group_bytes : static_cast<size_t>(p.units) * 4 * kLanes;
+  p.scales = l.tile(tile) + l.scales_at;
+  p.scale_format = l.scale_format;
+  p.zeros = l.symmetric ? nullptr : l.tile(tile) + l.zeros_at;
+  p.step = l.group_bytes;
   p.zero = l.weight == W_INT4 ? 8 : 128;
   p.groups = l.groups;
-  p.units = x.units() / l.groups;
   p.c = c;
   const bool grouped = l.weight == W_INT8 || l.weight == W_INT4;
   if (x.format == X_INT8) {

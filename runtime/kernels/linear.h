@@ -3,7 +3,9 @@
 // Weights are cut into tiles of 32 output rows. Inside a tile, unit u (4 bytes of the reduction axis, see microkernel.h)
 // of the 32 outputs lies together: float [K][32], bfloat16 [K/2][32][2], 8-bit codes [K/4][32][4]. 4-bit codes pack two
 // such units into one: byte i of lane n holds k = 8u + i in its low and k = 8u + 4 + i in its high nibble.
-// Scales are float [tile][group][32]; zero points, where not the constant 2^(bits-1), uint8 [tile][group][32].
+// Behind the codes of each group stand its 32 scales, float, or bfloat16 or IEEE half where those hold them exactly, and its
+// 32 zero points uint8 where they are not the constant 2^(bits-1): a tile is one stream of memory, which is what the
+// prefetcher follows.
 //
 // Arithmetic, for weight codes c, zero points z, scales s, and group g of the reduction axis:
 //   ACT_S8    y = sum_g s_g t_g (sum_{k in g} (c - z) q), q = round(x / t_g), t_g = max_{k in g}|x| / 127, exact integers
@@ -11,12 +13,14 @@
 //   ACT_BF16  y = sum_g s_g (sum_{k in g} (c - z) bf16(x)), float sums
 //   ACT_F32   the same with x itself
 #pragma once
+#include "arena.h"
 #include "microkernel.h"
 
 namespace llmopt {
 
 enum WeightFormat { W_F32 = 0, W_BF16 = 1, W_INT8 = 2, W_INT4 = 3 };
 enum ActivationFormat { X_F32 = 0, X_BF16 = 1, X_INT8 = 2 };
+enum ScaleFormat { S_F32 = 0, S_BF16 = 1, S_F16 = 2 };
 
 struct Linear {
   int weight, activation;
@@ -24,11 +28,14 @@ struct Linear {
   int tiles, kp;     // tiles of 32 rows; columns padded to a multiple of 32
   int group, groups; // columns of a group (kp when one group spans them)
   bool symmetric;
+  int scale_format;
+  size_t scales_at, zeros_at, group_bytes;  // inside a group: offsets behind its codes, and its size
   size_t tile_bytes;
-  Buffer<uint8_t> data, zeros;
-  Buffer<float> scales, bias;
+  Block block;
+  Buffer<float> bias;
   bool has_bias = false;
-  size_t bytes() const { return data.size + zeros.size + sizeof(float) * (scales.size + (has_bias ? bias.size : 0)); }
+  uint8_t* tile(int i) const { return block.data() + static_cast<size_t>(i) * tile_bytes; }
+  size_t bytes() const { return tile_bytes * tiles + (has_bias ? sizeof(float) * n : 0); }
 };
 
 // Rows of activations, packed for the microkernels in panels of 12 rows: unit u of row m of a panel with r rows lies at

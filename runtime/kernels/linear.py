@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .native import ACTIVATION_FORMATS, WEIGHT_FORMATS, contiguous, library
+from .native import ACTIVATION_FORMATS, SCALE_FORMATS, WEIGHT_FORMATS, contiguous, library
 
 MAX_GROUP = 65536  # 255 * 127 * 65536 < 2^31: exact 32-bit sums
 
@@ -17,7 +17,8 @@ class NativeLinear:
     symmetrically at run time (scale max|x| / 127, round to nearest even), the others use the activations as they are.
     """
 
-    def __init__(self, weight: str, activation: str, out_features: int, in_features: int, group_size: int, symmetric: bool):
+    def __init__(self, weight: str, activation: str, out_features: int, in_features: int, group_size: int, symmetric: bool,
+                 scale_dtype: torch.dtype = torch.float32):
         if weight not in WEIGHT_FORMATS or activation not in ACTIVATION_FORMATS:
             raise ValueError(f"unknown weight or activation format: {weight!r}, {activation!r}")
         if weight in ("float32", "bfloat16") and activation != weight:
@@ -32,7 +33,8 @@ class NativeLinear:
         self.out_features, self.in_features = out_features, in_features
         self.group_size = group_size or in_features
         self.handle: int | None = library().llmopt_linear_create(
-            WEIGHT_FORMATS[weight], ACTIVATION_FORMATS[activation], out_features, in_features, group_size, int(symmetric)
+            WEIGHT_FORMATS[weight], ACTIVATION_FORMATS[activation], out_features, in_features, group_size, int(symmetric),
+            SCALE_FORMATS[scale_dtype],
         )
         if not self.handle:
             raise MemoryError(f"no memory for a linear layer of {out_features} x {in_features} {weight} weights")
@@ -76,8 +78,11 @@ class NativeLinear:
         if bits == 4 and int(codes.max()) > 15:
             raise ValueError("4-bit codes must be below 16")
         groups = scales.shape[1]
-        layer = cls(f"int{bits}", activation, rows, columns, 0 if groups == 1 else columns // groups, zeros is None)
-        packed = contiguous(codes, torch.uint8), contiguous(scales, torch.float32)
+        kept = _narrowest(scales.detach())
+        layer = cls(
+            f"int{bits}", activation, rows, columns, 0 if groups == 1 else columns // groups, zeros is None, kept.dtype
+        )
+        packed = contiguous(codes, torch.uint8), contiguous(kept, kept.dtype)
         shifts = None if zeros is None else contiguous(zeros, torch.uint8)
         library().llmopt_linear_pack_codes(
             layer.handle, 0, rows, packed[0].data_ptr(), packed[1].data_ptr(), None if shifts is None else shifts.data_ptr()
@@ -114,12 +119,21 @@ class NativeLinear:
             library().llmopt_linear_free(handle)
 
 
+def _narrowest(scales: torch.Tensor) -> torch.Tensor:
+    """The scales in bfloat16 or float16 where that holds every one exactly, else in float32."""
+    exact = scales.float()
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(exact.to(dtype).float(), exact):
+            return exact.to(dtype)
+    return exact
+
+
 def quantize_rows(weight: torch.Tensor, *, bits: int, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Symmetric round-to-nearest quantization of `weight` [out, in] at load: codes uint8 [out, in], scales float
     [out, groups], and None for the constant zero point 2**(bits-1). group_size 0: one scale a row.
 
     The scale is max|w| / (2**(bits-1) - 1) for 8 bits; for 4 bits the signed extreme maps to -8, so that all sixteen
-    codes are used.
+    codes are used. Scales of groups are rounded to bfloat16 before the codes are chosen, which halves their memory.
     """
     rows, columns = weight.shape
     size = group_size or columns
@@ -132,6 +146,8 @@ def quantize_rows(weight: torch.Tensor, *, bits: int, group_size: int = 0) -> tu
     else:
         extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True)).squeeze(-1)
         scales = extreme / -zero
+    if group_size:
+        scales = scales.bfloat16().float()
     safe = torch.where(scales == 0, torch.ones_like(scales), scales)
     codes = (values / safe.unsqueeze(-1)).round_().add_(zero).clamp_(0, 2 * zero - 1).to(torch.uint8)
     return codes.reshape(rows, columns), scales, None

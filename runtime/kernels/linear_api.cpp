@@ -10,8 +10,9 @@ using namespace llmopt;
 extern "C" {
 
 // A linear layer of n x k weights (see linear.h for formats). group: columns that share a scale, a multiple of 32 that
-// divides k, or 0 for one scale a row; ignored for float weights. Null when the memory is not there.
-Linear* llmopt_linear_create(int weight, int activation, int n, int k, int group, int symmetric) try {
+// divides k, or 0 for one scale a row; ignored for float weights. scale_format: how scales are stored. Null without memory.
+Linear* llmopt_linear_create(int weight, int activation, int n, int k, int group, int symmetric,
+                             int scale_format) try {
   auto l = std::make_unique<Linear>();
   l->weight = weight;
   l->activation = activation;
@@ -23,13 +24,13 @@ Linear* llmopt_linear_create(int weight, int activation, int n, int k, int group
   l->group = integer && group > 0 ? group : l->kp;
   l->groups = l->kp / l->group;
   l->symmetric = symmetric != 0;
+  l->scale_format = scale_format;
   const size_t bits = weight == W_F32 ? 32 : weight == W_BF16 ? 16 : weight == W_INT8 ? 8 : 4;
-  l->tile_bytes = static_cast<size_t>(l->kp) * kLanes * bits / 8;
-  l->data.reserve(l->tile_bytes * l->tiles);
-  if (integer) {
-    l->scales.reserve(static_cast<size_t>(l->tiles) * l->groups * kLanes);
-    if (!symmetric) l->zeros.reserve(static_cast<size_t>(l->tiles) * l->groups * kLanes);
-  }
+  l->scales_at = static_cast<size_t>(l->group) * kLanes * bits / 8;
+  l->zeros_at = l->scales_at + (integer ? kLanes * (scale_format == S_F32 ? 4 : 2) : 0);
+  l->group_bytes = l->zeros_at + (integer && !symmetric ? kLanes : 0);
+  l->tile_bytes = (l->group_bytes * l->groups + 63) / 64 * 64;
+  l->block = Block(l->tile_bytes * l->tiles);
   return l.release();
 } catch (const std::bad_alloc&) {
   return nullptr;
@@ -39,24 +40,27 @@ void llmopt_linear_free(Linear* l) { delete l; }
 
 int64_t llmopt_linear_bytes(const Linear* l) { return static_cast<int64_t>(l->bytes()); }
 
-// Packs rows [row, row + count) from codes uint8 [count, k], scales float [count, groups], zeros uint8 [count, groups] or null.
-void llmopt_linear_pack_codes(Linear* l, int row, int count, const uint8_t* codes, const float* scales, const uint8_t* zeros) {
+// Packs rows [row, row + count) from codes uint8 [count, k], scales [count, groups] in the layer's scale format,
+// zeros uint8 [count, groups], null if symmetric.
+void llmopt_linear_pack_codes(Linear* l, int row, int count, const uint8_t* codes, const void* scales, const uint8_t* zeros) {
   for (int i = 0; i < count; ++i) {
     const int tile = (row + i) / kLanes, lane = (row + i) % kLanes;
-    uint8_t* out = l->data.data + static_cast<size_t>(tile) * l->tile_bytes + 4 * lane;
+    uint8_t* base = l->tile(tile);
     const uint8_t* c = codes + static_cast<size_t>(i) * l->k;
-    for (int k = 0; k < l->k; ++k) {
-      if (l->weight == W_INT8) {
-        out[(k / 4) * 128 + k % 4] = c[k];
-      } else {
-        uint8_t& byte = out[(k / 8) * 128 + k % 4];
-        byte = (k % 8) < 4 ? static_cast<uint8_t>((byte & 0xf0) | c[k]) : static_cast<uint8_t>((byte & 0x0f) | (c[k] << 4));
+    for (int g = 0; g < l->groups; ++g, base += l->group_bytes) {
+      uint8_t* out = base + 4 * lane;
+      for (int j = 0; j < l->group && g * l->group + j < l->k; ++j, ++c) {
+        if (l->weight == W_INT8) {
+          out[(j / 4) * 128 + j % 4] = *c;
+        } else {
+          uint8_t& byte = out[(j / 8) * 128 + j % 4];
+          byte = (j % 8) < 4 ? static_cast<uint8_t>((byte & 0xf0) | *c) : static_cast<uint8_t>((byte & 0x0f) | (*c << 4));
+        }
       }
-    }
-    for (int g = 0; g < l->groups; ++g) {
-      const size_t at = (static_cast<size_t>(tile) * l->groups + g) * kLanes + lane;
-      l->scales.data[at] = scales[static_cast<size_t>(i) * l->groups + g];
-      if (zeros) l->zeros.data[at] = zeros[static_cast<size_t>(i) * l->groups + g];
+      const size_t from = static_cast<size_t>(i) * l->groups + g;
+      if (l->scale_format == S_F32) std::memcpy(base + l->scales_at + 4 * lane, static_cast<const float*>(scales) + from, 4);
+      else std::memcpy(base + l->scales_at + 2 * lane, static_cast<const uint16_t*>(scales) + from, 2);
+      if (!l->symmetric) base[l->zeros_at + lane] = zeros[from];
     }
   }
 }
@@ -65,7 +69,7 @@ void llmopt_linear_pack_codes(Linear* l, int row, int count, const uint8_t* code
 void llmopt_linear_pack_values(Linear* l, int row, int count, const void* values, int source_bf16) {
   for (int i = 0; i < count; ++i) {
     const int tile = (row + i) / kLanes, lane = (row + i) % kLanes;
-    uint8_t* out = l->data.data + static_cast<size_t>(tile) * l->tile_bytes + 4 * lane;
+    uint8_t* out = l->tile(tile) + 4 * lane;
     for (int k = 0; k < l->k; ++k) {
       const size_t at = static_cast<size_t>(i) * l->k + k;
       if (l->weight == W_BF16) {

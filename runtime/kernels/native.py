@@ -17,6 +17,7 @@ F = ctypes.c_float
 
 WEIGHT_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 ACTIVATION_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+SCALE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 PARTS = ("norm and pack", "qkv", "rope and cache write", "attention", "output projection", "gate/up", "down", "head")
 
@@ -58,7 +59,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llmopt_get_threads": (I, []),
     "llmopt_stop_threads": (None, []),
     "llmopt_isa": (I, []),
-    "llmopt_linear_create": (P, [I, I, I, I, I, I]),
+    "llmopt_linear_create": (P, [I, I, I, I, I, I, I]),
     "llmopt_linear_free": (None, [P]),
     "llmopt_linear_bytes": (I64, [P]),
     "llmopt_linear_pack_codes": (None, [P, I, I, P, P, P]),

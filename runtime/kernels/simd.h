@@ -49,6 +49,14 @@ inline float bf16_to_f32(uint16_t value) {
   return result;
 }
 
+inline float f16_to_f32(uint16_t value) {
+  const int exponent = (value >> 10) & 31, mantissa = value & 1023;
+  const float magnitude = exponent == 0    ? std::ldexp(static_cast<float>(mantissa), -24)
+                          : exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                           : std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
+  return value & 0x8000 ? -magnitude : magnitude;
+}
+
 // Round to nearest, ties to even; NaN stays NaN.
 inline uint16_t f32_to_bf16(float value) {
   uint32_t bits;
