@@ -151,7 +151,7 @@ def test_processed_distribution_leaves_its_argument_and_masks():
     before = raw.clone()
     allowed = torch.zeros(2, V, dtype=torch.bool)
     allowed[:, 10:20] = True
-    banned = Sparse(torch.tensor([1]), torch.tensor([12]))
+    banned = Sparse(torch.tensor([1]), torch.tensor([12]), torch.zeros(1))
     result = processed_distribution(raw, Processing(allowed=allowed, banned=banned))
     assert torch.equal(raw, before)
     assert (result[:, :10] == 0).all() and (result[:, 20:] == 0).all() and result[1, 12] == 0 and result[0, 12] > 0

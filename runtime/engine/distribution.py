@@ -27,8 +27,8 @@ class Sparse:
     """int64 [N]."""
     tokens: torch.Tensor
     """int64 [N]."""
-    values: torch.Tensor | None = None
-    """float32 [N]; None where the pair alone says it."""
+    values: torch.Tensor
+    """float32 [N]."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Processing:
     penalties: Sparse | None = None
     """Subtracted: presence + frequency * count, on tokens of the output."""
     banned: Sparse | None = None
-    """Impossible (end-of-text before min_tokens)."""
+    """Impossible (end-of-text before min_tokens); the values do not count."""
     allowed: torch.Tensor | None = None
     """bool [R, V]: the grammar's mask, all true for rows without a grammar."""
     temperature: torch.Tensor | None = None
@@ -143,7 +143,7 @@ def _drop_below(logits: torch.Tensor, floor: torch.Tensor) -> None:
         return
     for row, lowest in zip(logits, floor.squeeze(1).numpy()):
         if lowest > -np.inf:  # one vectorized pass; a mask takes nine times as long
-            torch.nn.functional.threshold_(row, float(np.nextafter(lowest, -np.float32(np.inf))), -torch.inf)
+            torch.threshold_(row, float(np.nextafter(lowest, -np.float32(np.inf))), -torch.inf)
 
 
 def process_logits(logits: torch.Tensor, processing: Processing) -> torch.Tensor:

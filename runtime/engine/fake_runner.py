@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def history_logits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+def history_logits(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """Logits float32 [vocab_size] after these tokens: normal deviates (σ = 2), seeded with a hash of the history."""
     digest = blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=8).digest()
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
@@ -94,7 +94,7 @@ class FakeRunner:
             raise RunError(
                 f"request {row.request_id} has {len(table)} blocks for {row.end} tokens", where="FakeRunner"
             )
-        if len(table) and not (0 <= table.min() and table.max() < self.num_blocks):
+        if len(table) and not (table.min() >= 0 and table.max() < self.num_blocks):
             raise RunError(f"request {row.request_id} names a block outside the pool", where="FakeRunner")
         return table[positions // self.block_size] * self.block_size + positions % self.block_size
 

@@ -13,7 +13,7 @@ class _Growing:
     __slots__ = ("data", "size")
 
     def __init__(self, dtype: type) -> None:
-        self.data = np.empty(16, dtype)
+        self.data: np.ndarray = np.empty(16, dtype)
         self.size = 0
 
     def append(self, value: float) -> None:
@@ -65,7 +65,8 @@ class History:
         tokens, counts = self._tokens.view(), self._counts.view()
         if not drafts:
             return tokens, counts
-        counts, extra = counts.copy(), {}
+        counts = counts.copy()
+        extra: dict[int, int] = {}
         for token in drafts:
             place = self._places.get(token)
             if place is None:

@@ -75,7 +75,7 @@ class Intake:
                 request.detokenizer = TextStream(
                     self._vocabulary, prompt, params.stop, params.include_stop_in_output, params.skip_special_tokens
                 )
-            if params.constrained:
+            if params.constrained and self._grammars is not None:
                 with self._lock:
                     request.grammar = self._grammars.compile(params)
             requests.append(request)

@@ -52,7 +52,8 @@ class Request:
     num_computed: int = 0
     drafts: tuple[int, ...] = ()
     """Proposed next tokens, to be verified in the next step."""
-    table: BlockTable | None = None
+    table: BlockTable = field(init=False, repr=False)
+    """Its blocks; the scheduler makes it when the request is added."""
     status: Status = Status.WAITING
     rank: tuple[float, float, int] = (0.0, 0.0, 0)
     """Scheduling order, smaller first; fixed at arrival."""

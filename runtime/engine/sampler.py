@@ -235,7 +235,7 @@ def _add_logprobs(logits: torch.Tensor, items: Sequence[SampleItem], results: Se
     if not rows:
         return
     tokens = [token for i in wanted for token in results[i].tokens]
-    counts = [items[i].request.params.logprobs for i in wanted for _ in results[i].tokens]
+    counts = [items[i].request.params.logprobs or 0 for i in wanted for _ in results[i].tokens]
     values = iter(token_logprobs(_select(logits, rows), tokens, counts))
     for i in wanted:
         results[i].logprobs = tuple(next(values) for _ in results[i].tokens)

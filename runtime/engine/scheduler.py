@@ -156,14 +156,14 @@ class Scheduler:
         while admitting and not preempted and self.num_waiting and len(running) < max_seqs:
             if budget <= 0 and self.config.mode == "continuous":
                 break
-            request = self._admit()
-            if request is None:
+            admitted = self._admit()
+            if admitted is None:
                 break
-            if budget > 0:
-                row = self._row(request, budget, logit_rows, preempted)
+            row = self._row(admitted, budget, logit_rows, preempted) if budget > 0 else None
+            if row is not None:
                 rows.append(row)
                 budget -= len(row.token_ids)
-                if request.wants_prompt_logprobs:
+                if admitted.wants_prompt_logprobs:
                     logit_rows -= row.num_logits
         return StepPlan(tuple(rows), tuple(preempted))
 

@@ -51,7 +51,10 @@ def collect(plan: StepPlan, logits: torch.Tensor, requests: dict[int, Request]) 
         elif row.end >= base:
             result.finish_reason = "length"  # max_new_tokens = 0: only the prompt was to be scored
         if row.num_logits and request.wants_prompt_logprobs:
-            _isolate([result], lambda part, o=offset, r=row: _prompt_logprobs(part[0], r, o, logits))
+            try:
+                _prompt_logprobs(result, row, offset, logits)
+            except Exception as error:
+                result.error = error
         offset += row.num_logits
     sampling = [item for item in items if item[0].error is None]
     _isolate([result for result, _ in sampling], lambda part: _sample(part, sampling, logits))
@@ -91,8 +94,8 @@ def _prompt_logprobs(result: RowResult, row: Row, offset: int, logits: torch.Ten
     first = row.end - row.num_logits
     last = min(row.end, request.num_prompt_tokens - 1)
     targets = request.token_ids[first + 1 : last + 1]
-    values = logits[offset : offset + len(targets)]
-    result.prompt_logprobs = tuple(token_logprobs(values, targets, [request.params.prompt_logprobs] * len(targets)))
+    values, counts = logits[offset : offset + len(targets)], [request.params.prompt_logprobs or 0] * len(targets)
+    result.prompt_logprobs = tuple(token_logprobs(values, targets, counts))
 
 
 def cut_and_read(result: RowResult) -> None:
