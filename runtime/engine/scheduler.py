@@ -135,16 +135,17 @@ class Scheduler:
         while index < len(running):
             request = running[index]
             index += 1
-            start = request.num_computed
-            num_tokens = len(request.token_ids)
-            table = request.table
-            missing = -(-num_tokens // size) - len(table.ids)
-            if num_tokens - start == 1 and not request.drafts and (missing == 0 or (missing == 1 and free)):
-                if missing:  # plain decode: the common case, kept short
-                    table.grow(1)
-                rows.append(Row(request.id, start, (request.token_ids[-1],), table.as_tuple(), 1))
-                budget -= 1
-                continue
+            start, num_tokens = request.num_computed, len(request.token_ids)
+            if num_tokens - start == 1 and not request.drafts:  # plain decode: the common case, kept short
+                blocks = request.table.as_tuple()
+                spare = len(blocks) * size - num_tokens
+                if spare < 0 and free:
+                    request.table.grow(1)
+                    blocks, spare = request.table.as_tuple(), spare + size
+                if 0 <= spare < size:
+                    rows.append(Row(request.id, start, (request.token_ids[-1],), blocks, 1))
+                    budget -= 1
+                    continue
             room = budget - (len(running) - index)  # one token is kept for each that follows
             row = self._row(request, room, logit_rows, preempted)
             if row is None:
@@ -182,6 +183,12 @@ class Scheduler:
             if request is None:
                 continue
             base, end, count = len(request.token_ids), row.start + len(row.token_ids), len(gained)
+            if count == 1 and end == base and row.num_logits == 1:  # plain decode
+                request.token_ids.append(gained[0])
+                request.num_computed = end
+                if end % size == 0 or len(row.token_ids) > 1:
+                    request.table.commit(request.token_ids, end)
+                continue
             if count and (end < base or count > 1 + end - base):
                 raise RunError(
                     f"request {row.request_id} gains {count} tokens from a row that ends at {end} of {base}",
