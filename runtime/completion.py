@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..optimizer.errors import RunError
+
 if TYPE_CHECKING:
     from .engine.logprobs import TokenLogprobs
     from .engine.sampling_params import SamplingParams
@@ -91,7 +93,8 @@ class _Growing:
 
 
 def collect(chunks: Iterable[Chunk], prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[Completion]]:
-    """Completions of every prompt, `counts[i]` for prompt i. Raises the error of the first sequence that failed."""
+    """Completions of every prompt, `counts[i]` for prompt i. Raises the error of the first sequence that failed,
+    RunError where one never ended."""
     growing: dict[tuple[int, int], _Growing] = {}
     done: dict[tuple[int, int], Completion] = {}
     for chunk in chunks:
@@ -115,4 +118,7 @@ def collect(chunks: Iterable[Chunk], prompts: Sequence[Sequence[int]], counts: S
                 prompt_logprobs=now.prompt_logprobs,
                 index=chunk.index,
             )
+    expected = [(i, j) for i, count in enumerate(counts) for j in range(count)]
+    if missing := [key for key in expected if key not in done]:
+        raise RunError(f"the backend stopped before sequence {missing[0][1]} of prompt {missing[0][0]} ended")
     return [[done[i, j] for j in range(count)] for i, count in enumerate(counts)]

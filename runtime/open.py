@@ -51,8 +51,7 @@ def open_model(
     """Open an artifact (a folder with `llmopt.json`) or a plain Hugging Face folder with safetensors.
 
     device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1" …
-    dtype: "auto" (what the RuntimeSpec, else config.json says) or float32, bfloat16, float16. Packed folders keep the
-        dtypes of their files.
+    dtype: "auto" (what the RuntimeSpec, else config.json says) or float32, bfloat16, float16; packed codes stay packed.
     verify: check the SHA-256 of every file that the manifest names.
     attention: overrides the RuntimeSpec's backend: "auto", "flash_attn", "sdpa" or "eager".
 
@@ -81,7 +80,8 @@ def open_model(
         config = open_config(folder, trust_remote_code)
         tokenizer = open_tokenizer(folder, trust_remote_code)
         module = _open_module(folder, config, resolve_dtype(dtype, spec, config), device, trust_remote_code)
-    opened = OpenedModel(module, tokenizer, open_generation_config(folder, module), spec, manifest, folder)
+        module.generation_config = open_generation_config(folder, module)
+    opened = OpenedModel(module, tokenizer, module.generation_config, spec, manifest, folder)
     apply_attention(opened)
     return opened
 

@@ -31,19 +31,23 @@ def load_packed(
 ) -> PreTrainedModel:
     """The folder's model with packed linears, in eval mode, on `device`.
 
-    `dtype` is the element type of what the file does not store (buffers the constructor makes in the default dtype).
+    dtype: of the activations. Where it is the config's own, every tensor keeps the dtype of the file; else the
+        floating-point ones, scales among them, are converted. Codes stay packed.
     Raises RunError that names keys that are missing, unexpected or of the wrong shape.
     """
     import torch
 
     from .packed_format import install_packed_linears
 
+    convert = dtype != getattr(config, "dtype", dtype)
     model = build_empty(config, dtype, trust_remote_code)
     install_packed_linears(model, quantization_config, dtype)
     loaded: set[str] = set()
     unexpected: list[str] = []
     for file in weight_files(folder):
         for name, tensor in read_tensors(file, device):
+            if convert and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
             if assign(model, name, tensor, file):
                 loaded.add(name)
             elif not _ignorable(model, name):

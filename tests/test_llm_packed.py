@@ -54,6 +54,17 @@ def test_nothing_is_left_on_the_meta_device_and_nothing_is_held_twice(packed: Pa
     assert weight_bytes(module) <= stored + computed + 4096
 
 
+def test_another_dtype_is_honoured(packed: Path):
+    wide, own = open_model(packed, dtype="float32").module, open_model(packed).module
+    assert wide.dtype == torch.float32
+    assert {p.dtype for p in wide.parameters() if p.is_floating_point()} == {torch.float32}
+    ids = torch.arange(60)[None]
+    with torch.inference_mode():
+        a, b = wide(ids).logits, own(ids).logits
+    assert a.dtype == torch.float32
+    assert 0 < (a - b).abs().max() < 0.05 * b.float().std() + 0.05
+
+
 def test_missing_and_unexpected_tensors_are_named(packed: Path, tmp_path: Path):
     for file in packed.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
