@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .native import CACHE_FORMATS, contiguous, library
 
 BLOCK_MULTIPLE = 32
+HUGE_PAGE = 2 << 20
 
 
 def allocate_kv(
@@ -33,7 +36,18 @@ def allocate_kv(
         shapes = [dp // 2, block_size, 2], [block_size // 2, dp, 2]
     else:
         shapes = [dp, block_size], [block_size, dp]
-    return torch.zeros(lead + shapes[0], dtype=dtype), torch.zeros(lead + shapes[1], dtype=dtype)
+    return _zeros(lead + shapes[0], dtype), _zeros(lead + shapes[1], dtype)
+
+
+def _zeros(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that become resident as they are written, on huge pages where the system has them and the size merits it."""
+    bytes_needed = math.prod(shape) * dtype.itemsize
+    if bytes_needed < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    space = torch.zeros(bytes_needed + HUGE_PAGE, dtype=torch.uint8)
+    offset = -space.data_ptr() % HUGE_PAGE
+    library().llmopt_advise_huge(space.data_ptr() + offset, bytes_needed)
+    return space[offset : offset + bytes_needed].view(dtype).view(shape)
 
 
 def _cache_arguments(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[int, int, int, int, int]:

@@ -1,6 +1,7 @@
 // C interface of the paged cache and its attention, for callers outside the fused decoder.
 #include <memory>
 
+#include "arena.h"
 #include "attention.h"
 
 using namespace llmopt;
@@ -45,5 +46,18 @@ int llmopt_attention(int format, int num_blocks, int block_size, int kv_heads, i
   return 0;
 } catch (const std::bad_alloc&) {
   return -1;
+}
+}
+
+extern "C" {
+
+// Asks for huge pages under [data, data + bytes); advice only, the memory works without.
+void llmopt_advise_huge(void* data, int64_t bytes) {
+#if defined(__linux__)
+  madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
 }
 }

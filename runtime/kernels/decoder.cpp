@@ -6,6 +6,7 @@ namespace llmopt {
 namespace {
 
 constexpr int kPanelBytes = 256 * 1024;  // activations that a thread keeps in its L2 cache while it walks over tiles
+constexpr int64_t kSerialWork = 2000;     // tiles x bytes of a row x rows: less is done before another thread could start
 constexpr int kSerialRows = 3;           // up to here, rows are not worth handing to another thread
 
 int64_t now_ns() {
@@ -116,7 +117,7 @@ void Decoder::product(std::initializer_list<const Linear*> linears, int count, c
   const int panels = (count + kMaxRows - 1) / kMaxRows;
   const int parts = (panels + std::max(1, kPanelBytes / (kMaxRows * kp)) - 1) / std::max(1, kPanelBytes / (kMaxRows * kp));
   const int step = (panels + parts - 1) / parts;
-  pool_->run(tiles * parts, [&](int begin, int end, int thread) {
+  const auto body = [&](int begin, int end, int thread) {
     alignas(64) float c[kMaxRows * kLanes];
     for (int i = begin; i < end; ++i) {
       const int first = i / tiles * step, last = std::min(panels, first + step);
@@ -136,7 +137,9 @@ void Decoder::product(std::initializer_list<const Linear*> linears, int count, c
         store(index, tile, panel * kMaxRows, x.panel_rows(panel), c);
       }
     }
-  });
+  };
+  if (static_cast<int64_t>(tiles) * kp * count < kSerialWork) body(0, tiles * parts, 0);
+  else pool_->run(tiles * parts, body);
 }
 
 void Decoder::queries_keys_values(const LayerSpec& l, int index, const StepArgs& a) {

@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llmopt_linear_set_bias": (None, [P, P]),
     "llmopt_linear_forward": (I, [P, I, P, I64, P, I64]),
     "llmopt_write_kv": (I, [I, I, I, I, I, P, P, I, P, P, P]),
+    "llmopt_advise_huge": (None, [P, I64]),
     "llmopt_attention": (I, [I, I, I, I, I, P, P, I, P, P, I, P, P, P, I, F, F, I, P]),
     "llmopt_decoder_create": (P, [P, P]),
     "llmopt_decoder_free": (None, [P]),
