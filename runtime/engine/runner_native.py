@@ -26,7 +26,7 @@ LIST_ROWS = 16
 class NativeRunner:
     """Implements `ModelRunner` with the fused decoder.
 
-    activation, weights, lm_head, num_threads, release, prove: see `kernels.decoder.build_decoder`.
+    activation, weights, lm_head, num_threads, release: see `kernels.decoder.build_decoder`. self_check: its `prove`.
     block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
     pool; never more than `max_num_seqs` requests of `max_model_len` could fill.
     kv_dtype: bfloat16 or float32; None is float32 for a float32 model, else bfloat16.
@@ -44,13 +44,13 @@ class NativeRunner:
         lm_head: str = "stored",
         num_threads: int | None = None,
         release: bool = False,
-        prove: bool = True,
         block_size: int | None = None,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         kv_dtype: torch.dtype | None = None,
+        self_check: bool = True,
     ) -> None:
         import torch
 
@@ -69,7 +69,7 @@ class NativeRunner:
             lm_head=lm_head,
             num_threads=num_threads,
             release=release,
-            prove=prove,
+            prove=self_check,
         )
         self.device = torch.device("cpu")
         self.vocab_size = self.decoder.vocab_size
