@@ -35,5 +35,7 @@ def describe(record: GateRecord) -> str:
     """`max_mean_kl: 0.153 exceeds 0.1`."""
     percent = record.name == "max_perplexity_increase"
     value, limit = (f"{x:.2%}" if percent else f"{x:.4g}" for x in (record.value, record.limit))
+    if value == limit:
+        value, limit = repr(record.value), repr(record.limit)
     verb = "exceeds" if record.name.startswith("max_") else "is below"
     return f"{record.name}: {value} {'holds' if record.passed else verb} {limit}"

@@ -1,0 +1,169 @@
+"""The command line: exit codes, one clear line for an error, and every command on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import llmopt
+import pytest
+import yaml
+from llmopt.optimizer.recipe import shipped
+
+FAST = ["evaluate.windows=2", "evaluate.window_length=64", "evaluate.speed=false", "evaluate.new_tokens=6"]
+FAST += ["calibration.num_samples=4", "calibration.sequence_length=64", "gates.min_compression=1.2"]
+
+
+def llmopt_command(*arguments: object, stdin: str | None = None, code: int = 0, **environment: str):
+    """Run `llmopt ARGUMENTS`; assert the exit code and that no traceback shows."""
+    command = [sys.executable, "-m", "llmopt.optimizer.cli", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, input=stdin, env={**os.environ, **environment})
+    assert result.returncode == code, result.stderr + result.stdout
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def settings(*more: str) -> list[str]:
+    return [word for assignment in [*FAST, *more] for word in ("--set", assignment)]
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_model, tmp_path_factory) -> Path:
+    """A quantized tiny model, made through the command line from a shipped recipe by name."""
+    out = tmp_path_factory.mktemp("cli") / "made"
+    result = llmopt_command("optimize", "--recipe", "int8.yaml", "--model", tiny_model, "--out", out, *settings())
+    assert "size on disk" in result.stdout and "perplexity" in result.stdout and "top-1 agreement" in result.stdout
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_recipe_runs(name, tiny_model, tmp_path):
+    gates = {f"gates.{gate}=null" for gate in llmopt.Recipe.load(name).recipe.gates.model_dump()}
+    llmopt_command("optimize", "-r", name, "-m", tiny_model, "-o", tmp_path / "out", *settings(*sorted(gates)))
+    assert llmopt.Artifact.open(tmp_path / "out").manifest.recipe["name"] == name
+
+
+def test_inspect(artifact):
+    shown = llmopt_command("inspect", artifact).stdout
+    for part in ("recipe int8", "pass quantize", "W8", "size on disk", "KV cache paged"):
+        assert part in shown, shown
+    assert "model.layers.1.mlp.up_proj" in llmopt_command("inspect", artifact, "--layers").stdout
+    assert json.loads(llmopt_command("inspect", artifact, "--json").stdout)["schema_version"] == 1
+
+
+def test_verify_holds_and_then_does_not(artifact, tmp_path):
+    assert "holds" in llmopt_command("verify", artifact, "--log", "none").stdout
+    copy = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    config = copy / "generation_config.json"
+    config.write_text(config.read_text().replace("{", "{ ", 1))
+    assert "generation_config.json" in llmopt_command("verify", copy, "--log", "none", code=1).stderr
+    (copy / "generation_config.json").unlink()
+    assert "missing" in llmopt_command("verify", copy, "--log", "none", code=1).stderr
+    shutil.copy(artifact / "generation_config.json", copy)
+    (copy / "extra.txt").write_text("x")
+    assert "extra.txt" in llmopt_command("verify", copy, "--log", "none", code=1).stderr
+    assert "llmopt.json" in llmopt_command("verify", tmp_path, "--log", "none", code=1).stderr
+    assert "no such folder" in llmopt_command("verify", tmp_path / "nowhere", code=1).stderr
+
+
+def test_verify_compares_answers(artifact, tmp_path):
+    copy = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    manifest = json.loads((copy / "llmopt.json").read_text())
+    manifest["certificate"]["samples"][0]["token_ids"][0] += 1
+    (copy / "llmopt.json").write_text(json.dumps(manifest))
+    assert "otherwise" in llmopt_command("verify", copy, "--log", "none", code=1).stderr
+
+
+def test_generate(artifact):
+    with llmopt.load(artifact) as llm:
+        expected = [c.text for c in llm.generate(["The capital", "Once upon"], max_new_tokens=5)]
+    one = llmopt_command("generate", artifact, "The capital", "--max-new-tokens", 5).stdout
+    assert one == expected[0] + "\n"
+    piped = llmopt_command("generate", artifact, "-n", 5, "--json", stdin="The capital\nOnce upon\n").stdout
+    assert [json.loads(line)["text"] for line in piped.splitlines()] == expected
+    chat = llmopt_command("generate", artifact, "hi", "--chat", "-n", 5).stdout
+    talk = llmopt_command("generate", artifact, "-i", "-n", 5, stdin="hi\n\n").stdout
+    assert chat == talk
+
+
+def test_generate_errors(artifact, tmp_path):
+    assert "no prompt" in llmopt_command("generate", artifact, stdin="", code=2).stderr
+    assert "nowhere" in llmopt_command("generate", "./nowhere", "x", code=2).stderr
+    assert "-i" in llmopt_command("generate", artifact, "x", "-i", code=2).stderr
+    assert "context" in llmopt_command("generate", artifact, "word " * 600, code=2).stderr
+    llmopt_command("generate", artifact, "x", "--temperature", "-1", code=2)
+
+
+def test_plan(tiny_model, tmp_path):
+    shown = llmopt_command("plan", "-r", "int4-flash", "-m", tiny_model).stdout
+    assert "linear layers" in shown and "5 bits" in shown and "peak memory" in shown
+    data = json.loads(llmopt_command("plan", "-r", "int8", "-m", tiny_model, "--json").stdout)
+    assert data["bytes_after"] < data["bytes_before"] and len(data["passes"][0]["modules"]) == 14
+    refused = llmopt_command(
+        "plan", "-r", "int4-flash", "-m", tiny_model, "--set", "passes.quantize.group_size=48", code=2
+    )
+    assert "48" in refused.stderr and "refused" in refused.stdout
+
+
+def test_plan_bytes_are_what_is_written(tiny_model, artifact):
+    planned = json.loads(llmopt_command("plan", "-r", "int8", "-m", tiny_model, "--json").stdout)["bytes_after"]
+    assert abs(llmopt.Artifact.open(artifact).manifest.measured["after"]["disk_bytes"] - planned) < 8192
+
+
+def test_pattern_that_matches_nothing(tiny_model):
+    wrong = llmopt_command(
+        "plan", "-r", "int8", "-m", tiny_model, "--set", "passes.quantize.ignore=['*.mlp.dwon_proj']", code=2
+    )
+    assert "dwon_proj" in wrong.stderr and wrong.stderr.count("down_proj") >= 1
+
+
+def test_catalogues():
+    assert "int4-flash" in llmopt_command("recipes").stdout
+    assert yaml.safe_load(llmopt_command("recipes", "int8").stdout)["name"] == "int8"
+    keys = llmopt_command("recipes", "keys").stdout
+    assert "max_perplexity_increase" in keys and "calibration" in keys
+    options = llmopt_command("passes", "quantize").stdout
+    for name, field in llmopt.passes.Quantize.Config.model_fields.items():
+        assert name in options and field.description.split()[0].strip("`") in options
+    assert "max_shard_size" in llmopt_command("exporters", "huggingface").stdout
+    assert "'quantize'" in llmopt_command("passes", "quantise", code=2).stderr
+    assert "'int8'" in llmopt_command("recipes", "int9", code=2).stderr
+
+
+def test_doctor():
+    report = json.loads(llmopt_command("doctor", "--json").stdout)
+    states = {finding["name"]: finding["state"] for finding in report["required"]}
+    assert states["torch"] == "ok" and set(states.values()) == {"ok"}
+    assert {"gpu", "flash-attn", "c++ compiler"} <= {finding["name"] for finding in report["optional"]}
+
+
+def test_usage_errors_exit_with_2(tiny_model, tmp_path):
+    for arguments in (["optimize"], ["optimise"], ["optimize", "-r", "int8"], ["plan", "-r", "nope", "-m", "x"]):
+        result = llmopt_command(*arguments, code=2)
+        assert result.stderr.strip()
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("passes:\n  - quantize: {bits: 77}\n")
+    error = llmopt_command("optimize", "-r", bad, "-m", tiny_model, code=2).stderr
+    assert f"{bad}:2" in error and len(error.strip().splitlines()) == 1
+    error = llmopt_command("optimize", "-r", "int8", "-m", tiny_model, "--cache-limit", "lots", code=2).stderr
+    assert "--cache-limit" in error
+
+
+def test_gate_failure_exits_with_1_and_lists_layers(tiny_model, tmp_path):
+    out = tmp_path / "out"
+    crude = settings("passes.quantize.bits=2", "gates.max_mean_kl=0.0000001")
+    result = llmopt_command("optimize", "-r", "int8", "-m", tiny_model, "-o", out, *crude, code=1)
+    assert "share" in result.stdout and "model.layers" in result.stdout
+    assert "max_mean_kl" in result.stderr and not out.exists()
+
+
+def test_json_log(tiny_model, tmp_path):
+    result = llmopt_command(
+        "optimize", "-r", "int8", "-m", tiny_model, "-o", tmp_path / "out", "--log", "json", *settings()
+    )
+    events = [json.loads(line) for line in result.stderr.splitlines()]
+    assert events[0]["kind"] == "run_started" and events[-1]["kind"] == "run_finished"
