@@ -46,6 +46,7 @@ class HuggingFaceExporter(Exporter):
             for file in model.source.folder.glob(pattern):
                 if file.is_file() and not (directory / file.name).exists():
                     shutil.copy2(file, directory / file.name)
+        _carry_draft(model, directory)
         _require_files(model, directory)
         return {
             "name": self.name,
@@ -53,6 +54,19 @@ class HuggingFaceExporter(Exporter):
             "format": quantization["format"] if quantization else str(module.dtype).removeprefix("torch."),
             "quantized_modules": sum(1 for _ in packed_modules(module)),
         }
+
+
+def _carry_draft(model: LoadedModel, directory: Path) -> None:
+    """Copy a draft model that lies on this machine only into the artifact, and let the RuntimeSpec name that copy."""
+    from ..optimizer.sources import model_files
+
+    draft = model.runtime.draft
+    if draft.kind != "model" or not draft.model or not Path(draft.model).is_dir():
+        return
+    (directory / "draft").mkdir()
+    for file in model_files(Path(draft.model)):
+        shutil.copy2(file, directory / "draft" / file.name)
+    draft.model, draft.revision = "draft", None
 
 
 def _require_files(model: LoadedModel, directory: Path) -> None:

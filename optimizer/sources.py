@@ -104,12 +104,16 @@ def _folder(path: Path, name: str, kind: str, revision: str | None = None, **mor
     return SourceIdentity(name, kind, path, folder_sha256(path), revision, license=_license(path), **more)
 
 
+def model_files(path: Path) -> list[Path]:
+    """The files of a folder that make up a model, sorted by name."""
+    return sorted({file for pattern in IDENTITY_PATTERNS for file in path.glob(pattern) if file.is_file()})
+
+
 def folder_sha256(path: Path) -> str:
     """SHA-256 over names and contents of the files that make up a model."""
-    files = sorted({file for pattern in IDENTITY_PATTERNS for file in path.glob(pattern) if file.is_file()})
     digest = hashlib.sha256()
     with sha256_cache() as known:
-        for file in files:
+        for file in model_files(path):
             digest.update(f"{file.name}:{file_sha256(file, known)}\n".encode())
     return digest.hexdigest()
 

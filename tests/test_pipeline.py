@@ -124,6 +124,25 @@ def test_model_in_memory(tiny_model, tmp_path):
     assert artifact.manifest.measured["divergence"]["top1_agreement"] == 1.0
 
 
+def test_local_draft_model_travels_with_the_artifact(tiny_model, make_model, tmp_path):
+    draft = make_model(num_hidden_layers=1, seed=5)
+    artifact = run(tiny_model, [{"draft": {"kind": "model", "model": str(draft)}}], tmp_path / "out")
+    assert artifact.manifest.runtime.draft.model == "draft"
+    assert "draft/model.safetensors" in artifact.manifest.files
+    import shutil
+
+    shutil.rmtree(draft)
+    with artifact.load() as llm, llmopt.load(tiny_model) as plain:
+        prompt = "The capital of"
+        expected = plain.generate(prompt, max_new_tokens=12).token_ids
+        assert llm.generate(prompt, max_new_tokens=12).token_ids == expected
+    other = make_model(num_hidden_layers=1)
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"\u0120the"', '"\u0120xqz"').replace('"Ġthe"', '"Ġxqz"'))
+    with pytest.raises(UsageError, match="tokenizer"):
+        run(tiny_model, [{"draft": {"kind": "model", "model": str(other)}}], tmp_path / "other")
+
+
 def test_gate_fails_and_names_layers(tiny_model, tmp_path):
     out = tmp_path / "out"
     crude = {"quantize": {"method": "rtn", "bits": 2, "group_size": -1}}
