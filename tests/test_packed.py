@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.exporters.compressed_tensors import packed_modules, quantization_config
-from llmopt.runtime.packed_format import install_packed_linears
 from llmopt.optimizer.errors import UsageError
 from llmopt.passes.quantize.rtn import quantize_rtn
 from llmopt.runtime.kernels.bitpack import pack_rows, packed_words, unpack_rows
 from llmopt.runtime.kernels.packed import PackedLinear, QuantScheme
+from llmopt.runtime.packed_format import install_packed_linears
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 BITS = range(2, 9)
