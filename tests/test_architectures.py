@@ -130,6 +130,8 @@ ARCHITECTURES: dict[str, dict] = {
     "youtu": MLA,
 }  # fmt: skip
 
+NEW_TO_THE_INTERFACE = {"codegen", "gptj"}
+
 REFUSED: dict[str, dict] = {
     "bloom": {**GPT, "hidden_size": 32},
     "falcon": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -140,7 +142,7 @@ REFUSED: dict[str, dict] = {
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "mpt": {"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 2},
     "qwen3_next": {**BASE, **MOE, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-    "recurrent_gemma": {**BASE, "lru_width": 32, "head_dim": 8},
+    "recurrent_gemma": {**BASE, "num_hidden_layers": 3, "lru_width": 32, "head_dim": 8},
     "rwkv": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
 }  # fmt: skip
 
@@ -246,7 +248,11 @@ def compare(model: torch.nn.Module, runner: EagerRunner) -> float:
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_mixed_schedule_equals_eager(architecture: str) -> None:
+    import transformers
+
     model = tiny(architecture, ARCHITECTURES[architecture])
+    if architecture in NEW_TO_THE_INTERFACE and transformers.__version__ < "5.24" and unsupported_reason(model):
+        pytest.skip("this transformers does not have it in AttentionInterface yet, and it is refused")
     runner = EagerRunner(model, block_size=4, num_blocks=24)
     assert runner.self_check_error is not None and runner.self_check_error < 1e-4
     assert compare(model, runner) < 1e-5
