@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
-
 from llmopt.runtime.kernels.decoder import LINEARS, FusedDecoder, build_decoder
 from llmopt.runtime.kernels.linear import quantize_rows
 from llmopt.runtime.kernels.native import instruction_set
+from torch import nn
 
 BLOCK_SIZE = 32
 
@@ -93,11 +92,12 @@ def blocks_needed(rows: list[tuple[int, int]]) -> int:
 def flops(decoder: FusedDecoder, rows: list[tuple[int, int]]) -> float:
     """Multiply-adds times two of linears, head and attention."""
     s = decoder.structure
-    per_token = sum((getattr(layer, n).rows or getattr(layer, n).module.out_features) * getattr(layer, n).module.in_features
-                    for layer in s.layers for n in LINEARS)  # fmt: skip
+    parts = [getattr(layer, name) for layer in s.layers for name in LINEARS]
+    per_token = sum((part.rows or part.module.out_features) * part.module.in_features for part in parts)
     tokens = sum(n for n, _ in rows)
     pairs = sum(n * before + n * (n + 1) // 2 for n, before in rows)
-    return 2.0 * (tokens * per_token + len(rows) * s.vocab * s.hidden + 2 * pairs * s.heads * s.head_dim * len(s.layers))
+    attention = 2 * pairs * s.heads * s.head_dim * len(s.layers)
+    return 2.0 * (tokens * per_token + len(rows) * s.vocab * s.hidden + attention)
 
 
 def main() -> None:
@@ -109,21 +109,26 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each cell and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="decode at 1 and 32 rows and prefill only")
-    parser.add_argument("--realtime", action="store_true", help="SCHED_FIFO during the timed bursts (needs the privilege)")
+    parser.add_argument("--realtime", type=int, default=0, help="SCHED_FIFO priority in the timed bursts (a privilege)")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     names = options.formats.split(",")
-    cases = {f"decode {r} row{'s' * (r > 1)}, context {c}": [(1, c)] * r for r in (1, 8, 32) for c in (32, 128, 512, 2048)}
+    cases = {
+        f"decode {r} row{'s' * (r > 1)}, context {c}": [(1, c)] * r for r in (1, 8, 32) for c in (32, 128, 512, 2048)
+    }
     cases["prefill 512"] = [(512, 0)]
     if options.quick:
-        cases = {k: v for k, v in cases.items() if k in ("decode 1 row, context 128", "decode 32 rows, context 128", "prefill 512")}
+        kept = ("decode 1 row, context 128", "decode 32 rows, context 128", "prefill 512")
+        cases = {case: cases[case] for case in kept}
     decoders = {}
     for name in names:
         began = time.perf_counter()
         decoders[name] = build(options.model, name, options.group)
         decoders[name].allocate_kv(max(blocks_needed(rows) for rows in cases.values()), BLOCK_SIZE)
-        print(f"{name}: built in {time.perf_counter() - began:.1f} s, {decoders[name].weight_bytes / 1e6:.0f} MB packed")
+        print(
+            f"{name}: built in {time.perf_counter() - began:.1f} s, {decoders[name].weight_bytes / 1e6:.0f} MB packed"
+        )
     times: dict[tuple[str, str], list[float]] = {(case, name): [] for case in cases for name in names}
     for decoder in decoders.values():
         decoder.forward(*step(decoder, [(1, 1)])[0])  # starts the threads
@@ -149,8 +154,9 @@ def main() -> None:
         cells = []
         for name in names:
             best, tokens = min(times[case, name]), sum(n for n, _ in rows)
-            cells.append(f"{best * 1e3:.2f} ({statistics.median(times[case, name]) * 1e3:.2f}) | {tokens / best:,.0f} | "
-                         f"{decoders[name].weight_bytes / best * 1e-9:.0f} | {flops(decoders[name], rows) / best * 1e-9:,.0f}")  # fmt: skip
+            median, work = statistics.median(times[case, name]), flops(decoders[name], rows)
+            cells.append(f"{best * 1e3:.2f} ({median * 1e3:.2f}) | {tokens / best:,.0f}")
+            cells.append(f"{decoders[name].weight_bytes / best * 1e-9:.0f} | {work / best * 1e-9:,.0f}")
         lines.append(f"| {case} | {' | '.join(cells)} |")
     lines.append("")
     for case, rows in cases.items():
@@ -170,21 +176,24 @@ def main() -> None:
             lines.append(f"{case}, {name}: " + ", ".join(f"{part} {s * 1e3:.2f}" for part, s in best.items()) + " ms  ")
     import transformers
 
-    cpu_name = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?")
+    names = (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    cpu_name = next(names, "?")
     lines.append("")
-    lines.append(f"{cpu_name}, {options.threads} threads{', SCHED_FIFO' * options.realtime}, {instruction_set()}, group {options.group}, Python {platform.python_version()}, "
-                 f"torch {torch.__version__}, transformers {transformers.__version__}; foreign load {foreign:.2f} cores on average")  # fmt: skip
+    mode = ", SCHED_FIFO" if options.realtime else ""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    lines.append(f"{cpu_name}, {options.threads} threads{mode}, {instruction_set()}, group {options.group}, {versions}")
+    lines.append(f"foreign load {foreign:.2f} cores on average")
     print("\n".join(lines))
     if options.markdown:
         options.markdown.write_text("\n".join(lines) + "\n")
 
 
 @contextmanager
-def priority(realtime: bool) -> Iterator[None]:
-    """Every thread of this process at the lowest real-time priority, so that neighbours do not run in between."""
+def priority(realtime: int) -> Iterator[None]:
+    """Every thread of this process at a real-time priority (0: none), so that neighbours do not run in between."""
     threads = [int(name) for name in os.listdir("/proc/self/task")] if realtime else []
     for thread in threads:
-        os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(1))
+        os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(realtime))
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ def isa(request, monkeypatch):
     reason = build.unavailable_reason()
     if reason:
         pytest.skip(reason)
+    set_num_threads(1)
     return request.param
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from llmopt.runtime.kernels import build
 from llmopt.runtime.kernels.linear import NativeLinear, quantize_rows
+from llmopt.runtime.kernels.native import set_num_threads, stop_threads
 
 
 @pytest.fixture(params=["native", "portable"], autouse=True)
@@ -12,6 +13,7 @@ def isa(request, monkeypatch):
     reason = build.unavailable_reason()
     if reason:
         pytest.skip(reason)
+    set_num_threads(1)
     return request.param
 
 
@@ -26,8 +28,7 @@ def random_codes(rows, columns, group, bits, symmetric, seed=0):
 
 def reference(x, codes, scales, zeros, bits, activation):
     """The arithmetic of linear.h in float64."""
-    rows, columns = codes.shape
-    groups = scales.shape[1]
+    rows, groups = scales.shape
     zero = torch.full_like(scales, 2 ** (bits - 1)) if zeros is None else zeros
     shifted = codes.double().view(rows, groups, -1) - zero.double().unsqueeze(-1)
     grouped = x.view(len(x), groups, -1)
@@ -120,3 +121,19 @@ def test_bad_input_is_one_clear_error():
         NativeLinear.from_codes(codes, scales, None, bits=3)
     with pytest.raises(ValueError, match="end in 96"):
         NativeLinear.from_codes(codes, scales, None, bits=4)(torch.zeros(2, 95))
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_do_not_change_results(threads):
+    """Sharing and stealing of tiles; every element is still one thread's sum."""
+    codes, scales, zeros = random_codes(1000, 128, 32, 4, False)
+    layer = NativeLinear.from_codes(codes, scales, zeros, bits=4)
+    inputs = [torch.randn(rows, 128) for rows in (1, 3, 30)]
+    alone = [layer(x) for x in inputs]
+    set_num_threads(threads)
+    for _ in range(20):
+        for x, expected in zip(inputs, alone):
+            assert torch.equal(layer(x), expected)
+    stop_threads()
+    assert torch.equal(layer(inputs[2]), alone[2])
+    set_num_threads(1)

@@ -13,12 +13,19 @@ HUGE_PAGE = 2 << 20
 
 
 def allocate_kv(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_layers: int | None = None
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_layers: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeroed key and value caches, in the layout that the kernels read without a transpose; with dp = head_dim rounded up
+    """Zeroed key and value caches, in the layout that the kernels read without a transpose; with dp = head_dim rounded
+    up
     to a multiple of 32:
 
-    * bfloat16: keys [num_blocks, num_kv_heads, dp/2, block_size, 2], values [num_blocks, num_kv_heads, block_size/2, dp, 2]
+    * bfloat16: keys [num_blocks, num_kv_heads, dp/2, block_size, 2], values [num_blocks, num_kv_heads, block_size/2,
+      dp, 2]
     * float32: keys [num_blocks, num_kv_heads, dp, block_size], values [num_blocks, num_kv_heads, block_size, dp]
 
     num_layers, if given, is a further outermost dimension. Blocks may be copied or moved whole along the dimension
@@ -40,7 +47,8 @@ def allocate_kv(
 
 
 def _zeros(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that become resident as they are written, on huge pages where the system has them and the size merits it."""
+    """Zeros that become resident as they are written, on huge pages where the system has them and the size merits
+    it."""
     bytes_needed = math.prod(shape) * dtype.itemsize
     if bytes_needed < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
@@ -57,7 +65,12 @@ def _cache_arguments(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int
         raise ValueError("the native cache must be contiguous, as allocate_kv makes it")
     rank = 5 if k_cache.dtype == torch.bfloat16 else 4
     dp = -(-head_dim // 32) * 32
-    if k_cache.dim() != rank or v_cache.dim() != rank or v_cache.shape[3] != dp or k_cache.shape[:2] != v_cache.shape[:2]:
+    if (
+        k_cache.dim() != rank
+        or v_cache.dim() != rank
+        or v_cache.shape[3] != dp
+        or k_cache.shape[:2] != v_cache.shape[:2]
+    ):
         raise ValueError(
             f"caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)} are not of allocate_kv for head_dim {head_dim}"
         )
@@ -82,7 +95,13 @@ def write_kv(
         raise ValueError(f"slots must lie in [0, {num_blocks * block_size})")
     keys, values = contiguous(k, torch.float32), contiguous(v, torch.float32)
     if library().llmopt_write_kv(
-        *arguments, k_cache.data_ptr(), v_cache.data_ptr(), len(where), where.data_ptr(), keys.data_ptr(), values.data_ptr()
+        *arguments,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        len(where),
+        where.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
     ):
         raise MemoryError("no memory for the native cache write")
 
@@ -126,7 +145,9 @@ def paged_attention(
         return torch.empty_like(q)
     counts = first.diff()
     if int(first[0]) != 0 or int(first[-1]) != tokens or bool((counts < 1).any()) or bool((total < counts).any()):
-        raise ValueError("every sequence needs at least one token, starts must cover them all, and lengths include them")
+        raise ValueError(
+            "every sequence needs at least one token, starts must cover them all, and lengths include them"
+        )
     blocks = (total + block_size - 1) // block_size
     if int(blocks.max()) > tables.shape[1]:
         raise ValueError(f"block_tables of {tables.shape[1]} blocks are too short for {int(total.max())} tokens")

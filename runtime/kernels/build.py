@@ -48,9 +48,8 @@ def find_compiler() -> str:
         path = shutil.which(name)
         if path:
             return path
-    raise NativeUnavailable(
-        f"no C++ compiler: {'$CXX = ' + wanted + ' was not found' if wanted else 'none of g++, clang++, c++ is on the path'}"
-    )
+    looked = f"$CXX = {wanted} was not found" if wanted else "none of g++, clang++, c++ is on the path"
+    raise NativeUnavailable(f"no C++ compiler: {looked}")
 
 
 def requested_isa() -> str:

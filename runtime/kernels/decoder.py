@@ -65,7 +65,9 @@ def _native_linear(part: LinearPart, how: str, options: DecoderOptions, dtype: t
     if hasattr(module, "quant_state"):
         state = module.quant_state()
         if getattr(state, "g_idx", None) is not None:
-            raise UnsupportedModel(f"{part.name} orders its columns by activation (g_idx), which the kernels do not read")
+            raise UnsupportedModel(
+                f"{part.name} orders its columns by activation (g_idx), which the kernels do not read"
+            )
         codes, scales, zeros = state.codes[rows], state.scales[rows], state.zeros
         zeros = None if zeros is None else zeros[rows]
         bits = 4 if state.bits <= 4 else 8
@@ -90,7 +92,11 @@ class FusedDecoder:
     def __init__(self, structure: ModelStructure, options: DecoderOptions, *, release: bool = False) -> None:
         self.options, self.structure = options, structure
         self.vocab_size = structure.vocab
-        self.num_layers, self.num_kv_heads, self.head_dim = len(structure.layers), structure.kv_heads, structure.head_dim
+        self.num_layers, self.num_kv_heads, self.head_dim = (
+            len(structure.layers),
+            structure.kv_heads,
+            structure.head_dim,
+        )
         self._keep: list[Any] = []
         self._handle: int | None = None
         self.linear_formats: dict[str, int] = {}
@@ -108,7 +114,8 @@ class FusedDecoder:
         self._keep += [embedding, structure.final_norm]
         spec = DecoderSpec(
             self.num_layers, structure.hidden, structure.heads, structure.kv_heads, structure.head_dim, structure.vocab,
-            int(embedding.dtype == torch.bfloat16), 0, embedding.data_ptr(), structure.final_norm.data_ptr(), head.handle,
+            int(embedding.dtype == torch.bfloat16), 0, embedding.data_ptr(), structure.final_norm.data_ptr(),
+            head.handle,
             structure.embedding_scale, structure.norm_eps, structure.logit_scale, structure.logit_cap,
         )  # fmt: skip
         self._handle = library().llmopt_decoder_create(ctypes.byref(spec), specs)
@@ -129,7 +136,9 @@ class FusedDecoder:
     def _fill(self, spec: LayerSpec, layer: Any, release: bool) -> None:
         structure = self.structure
         for name in LINEARS:
-            setattr(spec, name, self._pack(getattr(layer, name), self.options.weights, self.options, structure.dtype).handle)
+            setattr(
+                spec, name, self._pack(getattr(layer, name), self.options.weights, self.options, structure.dtype).handle
+            )
         if release:
             for name in LINEARS:
                 _release(getattr(layer, name).module)
@@ -153,7 +162,8 @@ class FusedDecoder:
         self._rope_tables, self._rope_length = tables, length
 
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Allocates the paged KV cache of all layers (see `attention.allocate_kv`), replacing an earlier one; returns its
+        """Allocates the paged KV cache of all layers (see `attention.allocate_kv`), replacing an earlier one; returns
+        its
         bytes. block_size: a multiple of 32. dtype: bfloat16 or float32. Raises ValueError for anything else."""
         self._cache = allocate_kv(num_blocks, block_size, self.num_kv_heads, self.head_dim, dtype, self.num_layers)
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -186,14 +196,17 @@ class FusedDecoder:
         logit_rows: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One step over a flat batch; integer arguments are tensors, arrays or sequences, int32 tensors are used as they are.
+        """One step over a flat batch; integer arguments are tensors, arrays or sequences, int32 tensors are used as
+        they are.
 
         token_ids, positions, slots [tokens]: a token's keys and values go to slot block * block_size + offset.
-        starts [sequences + 1], lengths [sequences]: sequence r owns tokens starts[r] … starts[r+1]-1, which are the last
+        starts [sequences + 1], lengths [sequences]: sequence r owns tokens starts[r] … starts[r+1]-1, which are the
+        last
         of its lengths[r] tokens. block_tables [sequences, max_blocks]. logit_rows [rows]: the tokens whose logits are
         wanted, in order, repeats allowed; may be empty.
 
-        Returns float32 logits [rows, vocab]; `out`, if given, is filled and returned. Raises ValueError where an argument
+        Returns float32 logits [rows, vocab]; `out`, if given, is filled and returned. Raises ValueError where an
+        argument
         is out of range, before anything is computed or written, and MemoryError when scratch memory is short.
         """
         ids, at, where, first, total, tables, rows = (

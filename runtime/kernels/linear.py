@@ -17,8 +17,16 @@ class NativeLinear:
     symmetrically at run time (scale max|x| / 127, round to nearest even), the others use the activations as they are.
     """
 
-    def __init__(self, weight: str, activation: str, out_features: int, in_features: int, group_size: int, symmetric: bool,
-                 scale_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        weight: str,
+        activation: str,
+        out_features: int,
+        in_features: int,
+        group_size: int,
+        symmetric: bool,
+        scale_dtype: torch.dtype = torch.float32,
+    ):
         if weight not in WEIGHT_FORMATS or activation not in ACTIVATION_FORMATS:
             raise ValueError(f"unknown weight or activation format: {weight!r}, {activation!r}")
         if weight in ("float32", "bfloat16") and activation != weight:
@@ -33,14 +41,21 @@ class NativeLinear:
         self.out_features, self.in_features = out_features, in_features
         self.group_size = group_size or in_features
         self.handle: int | None = library().llmopt_linear_create(
-            WEIGHT_FORMATS[weight], ACTIVATION_FORMATS[activation], out_features, in_features, group_size, int(symmetric),
+            WEIGHT_FORMATS[weight],
+            ACTIVATION_FORMATS[activation],
+            out_features,
+            in_features,
+            group_size,
+            int(symmetric),
             SCALE_FORMATS[scale_dtype],
         )
         if not self.handle:
             raise MemoryError(f"no memory for a linear layer of {out_features} x {in_features} {weight} weights")
 
     @classmethod
-    def from_weight(cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: str | None = None) -> NativeLinear:
+    def from_weight(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: str | None = None
+    ) -> NativeLinear:
         """From `weight` [out, in], float32 or bfloat16 (other float types go through float32). dtype: `float32` or
         `bfloat16`; None keeps the weight's own."""
         if weight.dim() != 2 or not weight.is_floating_point():
@@ -48,7 +63,9 @@ class NativeLinear:
         kept = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
         layer = cls(dtype or kept, dtype or kept, weight.shape[0], weight.shape[1], 0, True)
         values = contiguous(weight, torch.bfloat16 if kept == "bfloat16" else torch.float32)
-        library().llmopt_linear_pack_values(layer.handle, 0, weight.shape[0], values.data_ptr(), int(kept == "bfloat16"))
+        library().llmopt_linear_pack_values(
+            layer.handle, 0, weight.shape[0], values.data_ptr(), int(kept == "bfloat16")
+        )
         layer._set_bias(bias)
         return layer
 
@@ -85,7 +102,12 @@ class NativeLinear:
         packed = contiguous(codes, torch.uint8), contiguous(kept, kept.dtype)
         shifts = None if zeros is None else contiguous(zeros, torch.uint8)
         library().llmopt_linear_pack_codes(
-            layer.handle, 0, rows, packed[0].data_ptr(), packed[1].data_ptr(), None if shifts is None else shifts.data_ptr()
+            layer.handle,
+            0,
+            rows,
+            packed[0].data_ptr(),
+            packed[1].data_ptr(),
+            None if shifts is None else shifts.data_ptr(),
         )
         layer._set_bias(bias)
         return layer

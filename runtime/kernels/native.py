@@ -50,7 +50,10 @@ class StepArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("tokens", "sequences", "table_stride", "logit_count")),
-        *((name, P) for name in ("token_ids", "positions", "slots", "starts", "lengths", "tables", "logit_rows", "logits")),
+        *(
+            (name, P)
+            for name in ("token_ids", "positions", "slots", "starts", "lengths", "tables", "logit_rows", "logits")
+        ),
     )
 
 
@@ -100,7 +103,8 @@ def instruction_set() -> str:
 
 
 def set_num_threads(threads: int) -> None:
-    """Threads that native calls use from now on, the caller's included. Default: `$LLMOPT_NUM_THREADS`, else torch's."""
+    """Threads that native calls use from now on, the caller's included. Default: `$LLMOPT_NUM_THREADS`, else
+    torch's."""
     if threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
     library().llmopt_set_threads(threads)

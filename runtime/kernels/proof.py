@@ -56,16 +56,15 @@ def decoder_logits(decoder: FusedDecoder, ids: torch.Tensor) -> torch.Tensor:
     out = []
     for first, last in [(0, chunk), *((i, i + 1) for i in range(chunk, len(ids)))]:
         part = slice(first, last)
+        rows = torch.arange(last - first)
         out.append(
-            decoder.forward(
-                ids[part], at[part], slots[part], [0, last - first], [last], table.unsqueeze(0), torch.arange(last - first)
-            )
+            decoder.forward(ids[part], at[part], slots[part], [0, last - first], [last], table.unsqueeze(0), rows)
         )
     return torch.cat(out)
 
 
 def check(decoder: FusedDecoder, expected: torch.Tensor) -> Proof:
-    """Compares and leaves the decoder without a KV cache of its own choosing. Raises UnsupportedModel where it differs."""
+    """Compares, and leaves the decoder without a KV cache. Raises UnsupportedModel where logits differ."""
     got = decoder_logits(decoder, probe_tokens(decoder.vocab_size))
     decoder.drop_kv()
     p, q = expected.double().log_softmax(-1), got.double().log_softmax(-1)
@@ -83,7 +82,7 @@ def check(decoder: FusedDecoder, expected: torch.Tensor) -> Proof:
     proof = Proof(error, limit, kl, float((expected - got).abs().max()), len(expected))
     if not error <= limit:
         raise UnsupportedModel(
-            f"the fused decoder's logits differ from the model's: relative error {error:.3g} over {proof.tokens} tokens, at "
-            f"most {limit} allowed; mean KL {kl:.3g} nats, largest logit difference {proof.max_difference:.3g}"
+            f"the fused decoder's logits differ from the model's: relative error {error:.3g} over {proof.tokens} "
+            f"tokens, at most {limit} allowed; mean KL {kl:.3g} nats, largest logit difference {proof.max_difference:.3g}"
         )
     return proof

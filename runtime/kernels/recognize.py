@@ -1,6 +1,7 @@
 """Reads the structure of a Hugging Face causal language model, for the fused decoder.
 
-Nothing is assumed from a model's name. The parts are found by their shape and, where the shape leaves a question (does a
+Nothing is assumed from a model's name. The parts are found by their shape and, where the shape leaves a question (does
+a
 norm multiply by w or by 1 + w? which activation is it? what factor follows the embedding?), by running the part on a
 probe. Whatever is not understood is refused with its name, never skipped.
 """
@@ -182,9 +183,15 @@ def _layer(module: nn.Module, index: int, config: Any, typed_rope: bool, epsilon
         gate, up = _linear(mlp, "gate_proj", f"{where}.mlp"), _linear(mlp, "up_proj", f"{where}.mlp")
     norms = {
         name: _norm(getattr(module, name, None), f"{where}.{name}", epsilons)
-        for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
     }
-    # With one norm around the MLP, `post_attention_layernorm` stands before it (Llama) unless the layer has no norm at its
+    # With one norm around the MLP, `post_attention_layernorm` stands before it (Llama) unless the layer has no norm at
+    # its
     # input, and then it follows the attention (OLMo 2); with a norm before the MLP it follows the attention (Gemma 2).
     follows = norms["pre_feedforward_layernorm"] is not None or norms["input_layernorm"] is None
     sinks = getattr(attention, "sinks", None)
@@ -235,7 +242,8 @@ def rope_table(rotary: nn.Module, layer_type: str, length: int) -> tuple[torch.T
 
 @torch.no_grad()
 def recognize(model: nn.Module) -> ModelStructure:
-    """The structure of a causal language model on the CPU. Raises UnsupportedModel with the first part not understood."""
+    """The structure of a causal language model on the CPU. Raises UnsupportedModel with the first part not
+    understood."""
     base, head, config = getattr(model, "model", None), getattr(model, "lm_head", None), getattr(model, "config", None)
     if base is None or head is None or config is None or not hasattr(base, "layers"):
         raise _fail(f"{type(model).__name__} has no model.layers and lm_head")
@@ -278,7 +286,9 @@ def recognize(model: nn.Module) -> ModelStructure:
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         dtype=embedding.weight.dtype,
     )
-    structure.linears = [getattr(layer, name) for layer in layers for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    structure.linears = [
+        getattr(layer, name) for layer in layers for name in ("q", "k", "v", "o", "gate", "up", "down")
+    ]
     _check_shapes(structure)
     return structure
 
