@@ -93,10 +93,14 @@ void Decoder::pack(int count, std::initializer_list<const Linear*> linears, cons
     k = l->k;
   }
   const int kp = round_up(k, kLanes);
-  rows(count, [&](int i, Thread& t) {
-    float* space = t.row.reserve(static_cast<size_t>(2) * kp);
-    const float* x = row(i, space);
-    for (int j = 0; j < acts_used_; ++j) acts_[j].pack_row(i, x, k, space + kp);
+  // By panels: the rows of a panel are interleaved, and two threads in one would fight for its cache lines.
+  const int panels = (count + kMaxRows - 1) / kMaxRows;
+  pool_->run(panels, [&](int begin, int end, int thread) {
+    float* space = threads_[thread].row.reserve(static_cast<size_t>(2) * kp);
+    for (int i = begin * kMaxRows; i < std::min(count, end * kMaxRows); ++i) {
+      const float* x = row(i, space);
+      for (int j = 0; j < acts_used_; ++j) acts_[j].pack_row(i, x, k, space + kp);
+    }
   });
 }
 
@@ -104,6 +108,13 @@ const Activations& Decoder::packed(const Linear& linear) const {
   for (int i = 0; i < acts_used_; ++i)
     if (acts_[i].matches(linear)) return acts_[i];
   std::abort();  // pack() was called without this linear
+}
+
+// Into how many parts the panels of a product are cut: each fits the cache, and with many rows every thread keeps the rows that
+// it also normalizes and packs.
+int Decoder::panel_parts(int panels, int panel_bytes) const {
+  const int limit = std::max(1, kPanelBytes / panel_bytes), parts = (panels + limit - 1) / limit, n = pool_->threads();
+  return panels >= 6 * n ? round_up(parts, n) : parts;
 }
 
 // Calls store(linear, tile, first row, rows, c[rows][32]) for every tile of every linear and every panel of rows.
@@ -114,8 +125,7 @@ void Decoder::product(std::initializer_list<const Linear*> linears, int count, c
     tiles += l->tiles;
     kp = std::max(kp, l->kp * (l->activation == X_F32 ? 4 : l->activation == X_BF16 ? 2 : 1));
   }
-  const int panels = (count + kMaxRows - 1) / kMaxRows;
-  const int parts = (panels + std::max(1, kPanelBytes / (kMaxRows * kp)) - 1) / std::max(1, kPanelBytes / (kMaxRows * kp));
+  const int panels = (count + kMaxRows - 1) / kMaxRows, parts = panel_parts(panels, kMaxRows * kp);
   const int step = (panels + parts - 1) / parts;
   const auto body = [&](int begin, int end, int thread) {
     alignas(64) float c[kMaxRows * kLanes];
@@ -217,8 +227,8 @@ void Decoder::gated_mlp(const LayerSpec& l, int count) {
   begin_part(PART_MLP_IN);
   float* mlp = mlp_.reserve(static_cast<size_t>(count) * width);
   const Activations &gate_x = packed(*l.gate), &up_x = packed(*l.up);
-  const int panels = gate_x.panels(), limit = std::max(1, kPanelBytes / (kMaxRows * gate_x.units() * 4));
-  const int parts = (panels + limit - 1) / limit, step = (panels + parts - 1) / parts;
+  const int panels = gate_x.panels(), parts = panel_parts(panels, kMaxRows * gate_x.units() * 4);
+  const int step = (panels + parts - 1) / parts;
   pool_->run(l.gate->tiles * parts, [&](int begin, int end, int thread) {
     alignas(64) float c[kMaxRows * kLanes];
     // All gates of the piece, then all ups: each runs through its own weights in order.

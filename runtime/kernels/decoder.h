@@ -73,6 +73,7 @@ class Decoder {
   template <class Row>
   void pack(int rows, std::initializer_list<const Linear*> linears, const Row& row);
   const Activations& packed(const Linear& linear) const;
+  int panel_parts(int panels, int panel_bytes) const;
   template <class Store>
   void product(std::initializer_list<const Linear*> linears, int rows, const Store& store);
   void queries_keys_values(const LayerSpec& layer, int index, const StepArgs& args);

@@ -51,7 +51,11 @@ struct Activations {
   int panels() const { return (rows + kMaxRows - 1) / kMaxRows; }
   int panel_rows(int panel) const { return std::min(kMaxRows, rows - panel * kMaxRows); }
   void resize(int rows, const Linear& linear);
-  bool matches(const Linear& l) const { return format == l.activation && group == l.group && kp == l.kp; }
+  bool wants_totals = false;  // only float products with zero points of their own need them
+  static bool totals_for(const Linear& l) { return l.activation != X_INT8 && !l.symmetric; }
+  bool matches(const Linear& l) const {
+    return format == l.activation && group == l.group && kp == l.kp && wants_totals == totals_for(l);
+  }
   // Packs row `row` from x[k], k <= kp. Rows may be packed by several threads at once. `scratch` holds kp floats.
   void pack_row(int row, const float* x, int k, float* scratch);
 };

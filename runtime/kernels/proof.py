@@ -83,6 +83,6 @@ def check(decoder: FusedDecoder, expected: torch.Tensor) -> Proof:
     if not error <= limit:
         raise UnsupportedModel(
             f"the fused decoder's logits differ from the model's: relative error {error:.3g} over {proof.tokens} "
-            f"tokens, at most {limit} allowed; mean KL {kl:.3g} nats, largest logit difference {proof.max_difference:.3g}"
+            f"tokens, at most {limit} allowed; mean KL {kl:.3g} nats, largest difference {proof.max_difference:.3g}"
         )
     return proof
