@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from ..runtime.engine.protocols import ModelRunner
+
+CHUNK = 256
+"""Tokens a step when a runner scores a window: what it writes to the KV cache is read by the next step."""
+
 
 def window_logits(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each row of `windows` (int64 `[n, length]`): its ids `[length]` and the model's logits, both on the model's
@@ -34,3 +39,32 @@ def window_logits(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[tup
                 what_to_do="Look for NaN or infinite weights; in float16 try bfloat16.",
             )
         yield ids, logits
+
+
+def runner_logits(runner: ModelRunner, windows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same through an engine's runner, which is what answers prompts: logits float32 `[length - 1, vocab]`.
+
+    Each window is one request in steps of CHUNK tokens over the first blocks of the pool, so that the KV cache is read
+    as it is in use. The runner must not have requests of its own. Raises RunError where a window does not fit the pool
+    or a logit is not a number.
+    """
+    import torch
+
+    from ..runtime.engine.plan import Row, StepPlan
+
+    check_vocabulary(windows, runner.vocab_size)
+    length = windows.shape[1]
+    blocks = -(-length // runner.block_size)
+    if blocks > runner.num_blocks or length > runner.max_model_len:
+        limit = min(runner.num_blocks * runner.block_size, runner.max_model_len)
+        raise RunError(f"a window of {length} tokens does not fit the engine's {limit}", "evaluate.window_length")
+    for index, ids in enumerate(windows):
+        tokens, parts = ids.tolist(), []
+        for start in range(0, length, CHUNK):
+            chunk = tuple(tokens[start : start + CHUNK])
+            table = tuple(range(-(-(start + len(chunk)) // runner.block_size)))
+            parts.append(runner.execute(StepPlan((Row(index, start, chunk, table, len(chunk)),))).clone())
+        logits = torch.cat(parts)[:-1]
+        if not bool(torch.isfinite(logits[-1]).all()):
+            raise RunError(f"the model's logits are not numbers (window {index})", type(runner).__name__)
+        yield ids.to(logits.device), logits

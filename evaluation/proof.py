@@ -14,10 +14,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..optimizer.base import Options
 from ..optimizer.errors import LlmoptError, RunError
+
+if TYPE_CHECKING:
+    from ..runtime.llm import LLM
 
 PROMPTS = ("The capital of France is", "Water boils when", "Once upon a time")
 
@@ -72,8 +75,8 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     start = time.perf_counter()
     opened = open_model(folder, settings.device, settings.dtype, trust_remote_code=settings.trust_remote_code)
     load_seconds = time.perf_counter() - start
-    perplexity, divergence = compare(opened, reference) if reference is not None else (None, None)
     with LLM.from_opened(opened, engine=settings.engine, release=True) as llm:  # type: ignore[arg-type]
+        perplexity, divergence = compare(llm, reference) if reference is not None else (None, None)
         samples = speak(llm, settings.prompts, settings.new_tokens)
         speed = measure_speed(llm, new_tokens=settings.new_tokens, rounds=settings.rounds) if settings.speed else None
         certificate = {
@@ -96,17 +99,20 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     }
 
 
-def compare(opened: Any, reference: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Perplexity of an opened model over the reference's windows, and its divergence from the reference's logits."""
+def compare(llm: LLM, reference: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Perplexity over the reference's windows and divergence from its logits, of what answers prompts: the engine's
+    runner where there is one, else the torch module. `llm` must not have answered any yet.
+    """
     from .divergence import DivergenceMeter
-    from .logits import window_logits
+    from .logits import runner_logits, window_logits
     from .perplexity import PerplexityMeter
     from .reference import Reference
 
     file = Reference(reference)
-    file.check_tokenizer(opened.tokenizer)
+    file.check_tokenizer(llm.tokenizer)
     perplexity, divergence = PerplexityMeter(), DivergenceMeter()
-    for (ids, logits), expected in zip(window_logits(opened.module, file.windows), file.logits(), strict=True):
+    scored = window_logits(llm.module, file.windows) if llm.runner is None else runner_logits(llm.runner, file.windows)
+    for (ids, logits), expected in zip(scored, file.logits(), strict=True):
         perplexity.update(ids, logits)
         divergence.update(expected.to(logits.device), logits)
     return perplexity.result().as_dict(), divergence.result().as_dict()

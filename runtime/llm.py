@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..optimizer.runtime_spec import RuntimeSpec
+    from .engine.protocols import ModelRunner
     from .engine.sampling_params import SamplingParams
     from .open import OpenedModel
 
@@ -113,6 +114,12 @@ class LLM:
         """The torch module. An engine may have put its own attention into it, or have taken its weights over: use
         `open_model` for a module to call."""
         return self._opened.module
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        """What runs the engine's steps; None where no engine runs. For measuring, while nothing is being generated."""
+        engine = getattr(self._backend, "engine", None)
+        return None if engine is None else engine.runner
 
     @property
     def weight_bytes(self) -> int:

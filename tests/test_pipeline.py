@@ -120,8 +120,8 @@ def test_model_in_memory(tiny_model, tmp_path):
         run(model, ["kv_cache"], tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     artifact = run(model, ["kv_cache"], tmp_path / "out", tokenizer=tokenizer)
-    assert artifact.manifest.measured["divergence"]["mean_kl"] == 0.0
-    assert artifact.manifest.measured["divergence"]["top1_agreement"] == 1.0
+    assert artifact.manifest.measured["divergence"]["mean_kl"] < 1e-4
+    assert artifact.manifest.measured["divergence"]["top1_agreement"] > 0.95
 
 
 def test_local_draft_model_travels_with_the_artifact(tiny_model, make_model, tmp_path):
