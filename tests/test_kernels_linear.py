@@ -70,6 +70,38 @@ def test_groups(columns, group, bits):
     assert (layer(x).double() - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("columns, group", [(192, 32), (192, 64), (192, 96), (192, 192), (80, 80)])
+@pytest.mark.parametrize("zeros", ["middle", "own"])
+def test_bfloat16_rows_of_every_number(bits, columns, group, zeros):
+    """The exact path: codes of each width in the container that holds them, 1 to 40 rows."""
+    codes, scales, own = random_codes(70, columns, group, bits, zeros == "middle", seed=bits)
+    codes[0, :2], codes[-1, -1] = torch.tensor([0, 2**bits - 1]), 0
+    points = torch.full(scales.shape, 2 ** (bits - 1), dtype=torch.uint8) if own is None else own
+    container = 4 if bits <= 4 else 8
+    layer = NativeLinear.from_codes(codes, scales, points, bits=container, activation="bfloat16")
+    x = torch.randn(40, columns, generator=torch.Generator().manual_seed(bits))
+    expected = reference(x, codes, scales, points, container, "bfloat16")
+    for rows in range(1, 41):
+        assert (layer(x[:rows]).double() - expected[:rows]).abs().max() < 3e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("activation", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "bits, low, high, zero", [(8, 0, 32, 16), (8, 112, 144, None), (8, 112, 145, None), (8, 100, 256, 0), (4, 9, 16, 1)]
+)
+def test_constant_zero_points(bits, low, high, zero, activation):
+    """A zero point shared by all groups is folded into the codes where they still fit, and changes no result."""
+    codes = torch.randint(low, high, (40, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    codes[0, :2] = torch.tensor([low, high - 1])
+    scales = torch.rand(40, 2) * 0.1
+    zeros = None if zero is None else torch.full((40, 2), zero, dtype=torch.uint8)
+    layer = NativeLinear.from_codes(codes, scales, zeros, bits=bits, activation=activation)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
+    expected = reference(x, codes, scales, zeros, bits, activation)
+    assert (layer(x).double() - expected).abs().max() < 3e-6 * expected.abs().max()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows, columns, out", [(1, 64, 32), (5, 50, 7), (26, 576, 96)])
 def test_float_weights(dtype, rows, columns, out):

@@ -3,6 +3,10 @@
 // Weights are cut into tiles of 32 output rows. Inside a tile, unit u (4 bytes of the reduction axis, see microkernel.h)
 // of the 32 outputs lies together: float [K][32], bfloat16 [K/2][32][2], 8-bit codes [K/4][32][4]. 4-bit codes pack two
 // such units into one: byte i of lane n holds k = 8u + i in its low and k = 8u + 4 + i in its high nibble.
+// The direct order instead lays the codes of a lane's 4 bytes, read as two 16-bit words, so that even k fill the low and
+// odd k the high word from their low bits on: 4-bit (k0 k2 k4 k6)(k1 k3 k5 k7), 8-bit (k0 k2)(k1 k3). A word shifted right
+// by one code and looked up by its low five bits in a table of 32 bfloat16 values is then a unit of bfloat16 weights. It
+// serves codes within -16 … 15 of the constant zero point where activations are bfloat16 and AVX-512 is there.
 // Behind the codes of each group stand its 32 scales, float, or bfloat16 or IEEE half where those hold them exactly, and its
 // 32 zero points uint8 where they are not the constant 2^(bits-1): a tile is one stream of memory, which is what the
 // prefetcher follows.
@@ -28,6 +32,7 @@ struct Linear {
   int tiles, kp;     // tiles of 32 rows; columns padded to a multiple of 32
   int group, groups; // columns of a group (kp when one group spans them)
   bool symmetric;
+  bool narrow = false;  // 8-bit codes all lie within -16 … 15 of the constant zero point, 128
   int scale_format;
   size_t scales_at, zeros_at, group_bytes;  // inside a group: offsets behind its codes, and its size
   size_t tile_bytes;
@@ -35,6 +40,14 @@ struct Linear {
   Buffer<float> bias;
   bool has_bias = false;
   uint8_t* tile(int i) const { return block.data() + static_cast<size_t>(i) * tile_bytes; }
+  // Whether codes lie in the direct order.
+  bool direct() const {
+#if LLMOPT_AVX512
+    return activation == X_BF16 && (weight == W_INT4 || (weight == W_INT8 && narrow));
+#else
+    return false;
+#endif
+  }
   size_t bytes() const { return tile_bytes * tiles + (has_bias ? sizeof(float) * n : 0); }
 };
 
@@ -69,7 +82,7 @@ struct TileScratch {
 // `prepare_tile` once per tile and number of rows, then `panel_product` for each panel.
 struct TileView {
   const uint8_t* weights;
-  int format;  // W_INT4 packed, or what it was unpacked to
+  int format;  // the layer's own where the tile is used as it lies, or what it was unpacked to
 };
 TileView prepare_tile(const Linear& linear, int tile, int rows, TileScratch& scratch);
 void panel_product(const Linear& linear, const TileView& view, int tile, const Activations& x, int panel, float* c);

@@ -94,6 +94,7 @@ class NativeLinear:
             raise ValueError(f"zeros {tuple(zeros.shape)} do not fit scales {tuple(scales.shape)}")
         if bits == 4 and int(codes.max()) > 15:
             raise ValueError("4-bit codes must be below 16")
+        codes, zeros = _centred(codes, zeros, bits)
         groups = scales.shape[1]
         kept = _narrowest(scales.detach())
         layer = cls(
@@ -139,6 +140,22 @@ class NativeLinear:
         handle, self.handle = getattr(self, "handle", None), None
         if handle:
             library().llmopt_linear_free(handle)
+
+
+def _centred(codes: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same differences `code - zero`: a zero point that all groups share becomes the format's constant (None) where
+    the codes then still fit it; other codes of at most five bits move to the middle of the 8-bit range, which is where
+    the kernels know them as narrow."""
+    if zeros is None or not zeros.numel():
+        return codes, zeros
+    low, high = (int(v) for v in zeros.aminmax())
+    first, last = (int(v) for v in codes.aminmax())
+    shift = 2 ** (bits - 1) - low
+    if low == high and first + shift >= 0 and last + shift < 2**bits:
+        return (codes + shift % 256 if shift else codes), None  # bytes wrap
+    if bits == 8 and last < 32 and high < 144:
+        return codes + 112, zeros.to(torch.uint8) + 112
+    return codes, zeros
 
 
 def _narrowest(scales: torch.Tensor) -> torch.Tensor:

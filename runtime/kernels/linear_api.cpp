@@ -1,4 +1,5 @@
 // C interface of the linear layers: packing and the standalone product.
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -41,8 +42,13 @@ void llmopt_linear_free(Linear* l) { delete l; }
 int64_t llmopt_linear_bytes(const Linear* l) { return static_cast<int64_t>(l->bytes()); }
 
 // Packs rows [row, row + count) from codes uint8 [count, k], scales [count, groups] in the layer's scale format,
-// zeros uint8 [count, groups], null if symmetric.
+// zeros uint8 [count, groups], null if symmetric. Only a call that packs all rows can find 8-bit codes to be narrow.
 void llmopt_linear_pack_codes(Linear* l, int row, int count, const uint8_t* codes, const void* scales, const uint8_t* zeros) {
+  if (l->weight == W_INT8 && count == l->n) {
+    const size_t size = static_cast<size_t>(count) * l->k;
+    l->narrow = std::all_of(codes, codes + size, [](uint8_t c) { return c >= 112 && c < 144; });
+  }
+  const bool direct = l->direct();
   for (int i = 0; i < count; ++i) {
     const int tile = (row + i) / kLanes, lane = (row + i) % kLanes;
     uint8_t* base = l->tile(tile);
@@ -50,12 +56,11 @@ void llmopt_linear_pack_codes(Linear* l, int row, int count, const uint8_t* code
     for (int g = 0; g < l->groups; ++g, base += l->group_bytes) {
       uint8_t* out = base + 4 * lane;
       for (int j = 0; j < l->group && g * l->group + j < l->k; ++j, ++c) {
-        if (l->weight == W_INT8) {
-          out[(j / 4) * 128 + j % 4] = *c;
-        } else {
-          uint8_t& byte = out[(j / 8) * 128 + j % 4];
-          byte = (j % 8) < 4 ? static_cast<uint8_t>((byte & 0xf0) | *c) : static_cast<uint8_t>((byte & 0x0f) | (*c << 4));
-        }
+        const int per = l->weight == W_INT8 ? 4 : 8, at = j % per;  // codes of a lane's 4 bytes
+        const int place = direct ? at % 2 * (per / 2) + at / 2 : per == 4 ? at : at % 4 * 2 + at / 4;
+        uint8_t& byte = out[(j / per) * 128 + place * 4 / per];
+        if (per == 4) byte = *c;
+        else byte = place % 2 ? static_cast<uint8_t>((byte & 0x0f) | (*c << 4)) : static_cast<uint8_t>((byte & 0xf0) | *c);
       }
       const size_t from = static_cast<size_t>(i) * l->groups + g;
       if (l->scale_format == S_F32) std::memcpy(base + l->scales_at + 4 * lane, static_cast<const float*>(scales) + from, 4);
