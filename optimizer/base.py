@@ -128,6 +128,9 @@ class Pass(Plugin):
     `conflicts` are tags that no earlier pass may have provided.
     """
 
+    changes_weights: ClassVar[bool] = True
+    """Whether `run` may change tensors. A pass that only writes the RuntimeSpec says False: its result is then cached
+    without a copy of the weights."""
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()

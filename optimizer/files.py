@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -14,6 +15,9 @@ from typing import Any
 
 from ..runtime.artifact import sha256_file
 from .errors import RunError
+
+_numbers = itertools.count()
+"""Makes temporary names of one process distinct."""
 
 
 def cache_dir() -> Path:
@@ -75,9 +79,10 @@ def temporary_sibling(target: Path) -> Path:
     prefix = f".{target.name}.tmp-"
     for old in target.parent.glob(f"{glob.escape(prefix)}*"):
         owner = old.name.removeprefix(prefix)
-        if not owner.isdigit() or not _alive(int(owner)) or int(owner) == os.getpid():
+        pid = owner.partition("-")[0]
+        if not pid.isdigit() or not _alive(int(pid)):
             shutil.rmtree(old, ignore_errors=True)
-    folder = target.parent / f"{prefix}{os.getpid()}"
+    folder = target.parent / f"{prefix}{os.getpid()}-{next(_numbers)}"
     folder.mkdir(parents=True)
     return folder
 
@@ -108,10 +113,15 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def replace_folder(new: Path, target: Path) -> None:
-    """Put the folder `new` in the place of `target`; an existing `target` is moved aside, then removed."""
+def replace_folder(new: Path, target: Path, force: bool = True) -> None:
+    """Put the folder `new` in the place of `target`; with `force` an existing one is moved aside, then removed.
+
+    Raises RunError where `target` exists and `force` is not set.
+    """
     aside = None
     if target.exists():
+        if not force:
+            raise RunError("another run has written it meanwhile", str(target), "Choose another --out, or pass --force")
         aside = target.with_name(f".{target.name}.old-{os.getpid()}")
         os.rename(target, aside)
     try:

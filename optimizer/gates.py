@@ -25,14 +25,18 @@ def judge(gates: Gates, measured: dict[str, Any]) -> list[GateRecord]:
         if limit is None:
             continue
         value = measured.get(group, {}).get(key)
-        value = float("nan") if value is None else float(value)
+        if value is None or not math.isfinite(value):
+            records.append(GateRecord(name=name, limit=limit, value=None, passed=False))
+            continue
         holds = value <= limit if name.startswith("max_") else value >= limit
-        records.append(GateRecord(name=name, limit=limit, value=value, passed=math.isfinite(value) and holds))
+        records.append(GateRecord(name=name, limit=limit, value=value, passed=holds))
     return records
 
 
 def describe(record: GateRecord) -> str:
     """`max_mean_kl: 0.153 exceeds 0.1`."""
+    if record.value is None:
+        return f"{record.name}: was not measured (limit {record.limit:.4g})"
     percent = record.name == "max_perplexity_increase"
     value, limit = (f"{x:.2%}" if percent else f"{x:.4g}" for x in (record.value, record.limit))
     if value == limit:

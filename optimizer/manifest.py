@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..runtime import artifact
 from ..runtime.artifact import MANIFEST
 from .errors import RunError
+from .recipe import EvaluateOptions
 from .runtime_spec import RuntimeSpec
 
 
@@ -43,7 +44,7 @@ class PassRecord(Part):
 class GateRecord(Part):
     name: str
     limit: float
-    value: float
+    value: float | None = Field(description="What was measured; None where it was not.")
     passed: bool
 
 
@@ -75,8 +76,37 @@ class Manifest(Part):
 
     def write(self, folder: Path) -> None:
         """Write `llmopt.json` into the folder."""
-        text = json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False)
+        text = json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+class Sample(BaseModel):
+    prompt: str
+    text: str
+    token_ids: list[int]
+
+
+class Certificate(BaseModel):
+    samples: list[Sample]
+
+
+class RecipeRecord(BaseModel):
+    name: str
+    evaluate: EvaluateOptions
+
+
+class Measured(BaseModel):
+    before: dict[str, float | None]
+    after: dict[str, float | None]
+    divergence: dict[str, float]
+
+
+class Finished(BaseModel):
+    """What a finished manifest holds inside its free-form parts; they are empty while an artifact is being made."""
+
+    recipe: RecipeRecord
+    measured: Measured
+    certificate: Certificate
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -90,12 +120,15 @@ def read_manifest(folder: Path) -> Manifest:
     version = data.get("schema_version")
     if version != 1:
         raise RunError(f"has schema version {version!r}, and this llmopt reads 1", str(path), "Update llmopt")
+    damaged = "The manifest was changed by hand or is damaged"
     try:
-        return Manifest.model_validate(data)
+        manifest = Manifest.model_validate(data)
+        Finished.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise RunError(f"{key}: {first['msg']}", str(path), "The manifest was changed by hand or is damaged") from None
+        raise RunError(f"{key}: {first['msg']}", str(path), damaged) from None
+    return manifest
 
 
 def hash_files(folder: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from ..evaluation.memory import weight_bytes
 from ..evaluation.perplexity import Perplexity
 from ..evaluation.reference import write_reference
 from ..evaluation.texts import check_vocabulary, token_windows
+from ..runtime.chat import context_length
 from .artifact import Artifact
 from .base import Context, Pass, PassReport
 from .calibration import Calibration, read_text, text_sha256
@@ -28,7 +29,7 @@ from .manifest import GateRecord, Manifest, Note, PassRecord, SourceRecord, hash
 from .measure import prove_and_compare, source_figures
 from .model import LoadedModel, SourceIdentity
 from .planning import Plan, make_plan
-from .recipe import LoadedRecipe
+from .recipe import EvaluateOptions, LoadedRecipe
 from .registry import code_hash
 from .runtime_spec import RuntimeSpec
 from .source_model import load_source
@@ -116,11 +117,22 @@ class Run:
         windows = token_windows(text, model.tokenizer, options.window_length, options.windows, where=options.text)
         vocabulary = model.config.get_text_config().vocab_size
         check_vocabulary(windows, vocabulary, options.text)
+        self._check_context(model, options)
         path = self.workdir / "reference.safetensors"
         require_space(path, windows.numel() * vocabulary * self.info.dtype_bytes, "Keeping the source's logits")
         perplexity = write_reference(model.module, model.tokenizer, windows, path)
         _require_sense(perplexity, vocabulary, self.source)
         return source_figures(self.info, weight_bytes(model.module), perplexity), path
+
+    def _check_context(self, model: LoadedModel, options: EvaluateOptions) -> None:
+        """Raise UsageError where the evaluation asks for more tokens than the model's context holds."""
+        limit = context_length(model.config)
+        lengths = [len(model.tokenizer(prompt)["input_ids"]) for prompt in options.prompts]
+        longest = max(lengths) + options.new_tokens
+        for key, tokens in (("window_length", options.window_length), ("prompts", longest)):
+            if limit is not None and tokens > limit:
+                what = f"{tokens} tokens do not fit the model's context of {limit}"
+                raise UsageError(what, self.loaded.where("evaluate", key), "Ask for fewer")
 
     def _context(self, model: LoadedModel, stage: str) -> Context:
         options = self.recipe.calibration
@@ -168,7 +180,7 @@ class Run:
         torch.manual_seed(self.recipe.seed)
         with self._stage(item.name):
             report = item.run(model, context)
-            changed = fingerprint(model) != before
+            changed = item.changes_weights or fingerprint(model) != before
             seconds = time.perf_counter() - start
             runtime = model.runtime.model_copy(deep=True)
             used = context.calibration.used
@@ -204,30 +216,38 @@ class Run:
         out = self.settings.out
         temporary = temporary_sibling(out)
         try:
-            exporter = self.loaded.exporter
-            with self._stage(exporter.name):
-                details = exporter.export(model, temporary, self._context(model, exporter.name))
-            runtime = model.runtime.model_copy(deep=True)
-            calibration = self._context(model, "").calibration
-            manifest = self._manifest(temporary, details, runtime, calibration)
-            manifest.write(temporary)
-            del model
-            with self._stage("prove"):
-                manifest.measured, manifest.certificate = prove_and_compare(
-                    before, self.info, temporary, reference, self.recipe
-                )
-            manifest.gates = judge(self.recipe.gates, manifest.measured)
-            manifest.notes = [Note(**note) for note in self.notes]
-            manifest.write(temporary)
-            failed = [gate for gate in manifest.gates if not gate.passed]
-            if failed and not self.settings.keep_failed:
-                self._gate_error(failed, temporary, kept=None)
-            fsync_tree(temporary)
-            replace_folder(temporary, out)
-            if failed:
-                self._gate_error(failed, out, kept=out)
+            return self._write(model, temporary, before, reference)
+        except LlmoptError as error:
+            error.where = error.where.replace(str(temporary), str(out))
+            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write(self, model: LoadedModel, temporary: Path, before: dict[str, Any], reference: Path) -> Artifact:
+        """Export into `temporary`, prove it there, and put it in its place."""
+        out = self.settings.out
+        exporter = self.loaded.exporter
+        with self._stage(exporter.name):
+            details = exporter.export(model, temporary, self._context(model, exporter.name))
+        runtime = model.runtime.model_copy(deep=True)
+        calibration = self._context(model, "").calibration
+        manifest = self._manifest(temporary, details, runtime, calibration)
+        manifest.write(temporary)
+        del model
+        with self._stage("prove"):
+            manifest.measured, manifest.certificate = prove_and_compare(
+                before, self.info, temporary, reference, self.recipe
+            )
+        manifest.gates = judge(self.recipe.gates, manifest.measured)
+        manifest.notes = [Note(**note) for note in self.notes]
+        manifest.write(temporary)
+        failed = [gate for gate in manifest.gates if not gate.passed]
+        if failed and not self.settings.keep_failed:
+            self._gate_error(failed, temporary, kept=None)
+        fsync_tree(temporary)
+        replace_folder(temporary, out, force=self.settings.force)
+        if failed:
+            self._gate_error(failed, out, kept=out)
         return Artifact(out, manifest)
 
     def _manifest(

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .base import Exporter, Options, Pass, Plugin
 from .errors import UsageError, did_you_mean
@@ -52,9 +52,13 @@ class Gates(Options):
     min_compression: float | None = Field(None, gt=0, description="Bytes of the source's weights over the artifact's.")
     min_decode_speedup: float | None = Field(None, gt=0, description="Decode tokens/s of the artifact over the source.")
 
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
     @field_validator("*", mode="before")
     @classmethod
     def _percent(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("a limit is a number, not true or false")
         if isinstance(value, str) and value.strip().endswith("%"):
             try:
                 return float(value.strip()[:-1]) / 100

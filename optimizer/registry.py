@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal
 
 from .base import Exporter, Pass, Plugin
@@ -115,7 +116,7 @@ def find(kind: Kind, name: str, where: str = "") -> type[Plugin]:
 def code_hash(cls: type[Plugin]) -> str:
     """SHA-256 over the sources that make up a plugin: its module, with its neighbours where it stands in a package.
 
-    A class typed into an interactive session has no file: then its qualified name and `version` alone count.
+    A class typed into an interactive session has no file: then the bytecode of its functions counts.
     """
     digest = hashlib.sha256(f"{cls.__module__}:{cls.__qualname__}:{cls.version}".encode())
     module = sys.modules.get(cls.__module__)
@@ -125,4 +126,16 @@ def code_hash(cls: type[Plugin]) -> str:
         package = (path.parent / "__init__.py").exists()
         for source in sorted(path.parent.glob("*.py")) if package else [path]:
             digest.update(source.name.encode() + source.read_bytes())
+    else:
+        for name, member in sorted(vars(cls).items()):
+            code = getattr(member, "__code__", None)
+            if code is not None:
+                digest.update(f"{name}:{_code_text(code)}".encode())
+        digest.update(repr(cls.Config.model_json_schema()).encode())
     return digest.hexdigest()
+
+
+def _code_text(code: CodeType) -> str:
+    """Bytecode, names and constants of a function and of those nested in it, as text without memory addresses."""
+    constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"

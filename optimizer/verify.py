@@ -14,7 +14,7 @@ from .events import Event, Listener, silent
 from .manifest import hash_files, read_manifest
 
 
-def verify(folder: str | Path, listener: Listener = silent) -> dict[str, Any]:
+def verify(folder: str | Path, listener: Listener = silent, trust_remote_code: bool = False) -> dict[str, Any]:
     """Raises RunError that says what does not hold: a missing, changed or unknown file, an artifact that does not
     open, an empty answer, or answers other than those recorded (compared where the libraries are the same).
     """
@@ -33,7 +33,11 @@ def verify(folder: str | Path, listener: Listener = silent) -> dict[str, Any]:
     start = time.perf_counter()
     recorded = manifest.certificate.get("samples") or []
     options = dict(manifest.recipe["evaluate"])
-    options.update(speed=False, prompts=[text["prompt"] for text in recorded] or options["prompts"])
+    options.update(
+        speed=False,
+        trust_remote_code=trust_remote_code,
+        prompts=[text["prompt"] for text in recorded] or options["prompts"],
+    )
     answers = prove(folder, None, options)["certificate"]["samples"]
     listener(Event("stage_finished", "prove", data={"seconds": round(time.perf_counter() - start, 3)}))
     comparable = manifest.environment == environment()

@@ -37,19 +37,30 @@ class YamlSource:
 
 def parse_yaml(text: str, name: str) -> YamlSource:
     """Parse one document. Raises UsageError with file and line on bad syntax, duplicate keys and unsafe tags."""
-    loader = yaml.SafeLoader(text)
+    source = YamlSource(name, None)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        source = YamlSource(name, None)
         source.data = _construct(loader, node, (), source, set()) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise UsageError(f"not valid YAML: {problem}", f"{name}{line}") from None
-    finally:
-        loader.dispose()
+    except RecursionError:
+        raise UsageError("not valid YAML: nested too deeply", name) from None
+    except _BAD_SCALARS as error:
+        raise UsageError(f"not valid YAML: a value cannot be read ({error})", f"{name}:{_last_line(source)}") from None
     return source
+
+
+_BAD_SCALARS = (ValueError, KeyError, AttributeError, TypeError)
+"""What PyYAML's constructors raise for values such as `2024-13-45` and `!!int abc`."""
+
+
+def _last_line(source: YamlSource) -> int:
+    """The line that was being read when an error came: lines are recorded before their values."""
+    return max(source.lines.values(), default=1)
 
 
 def read_yaml(path: Path) -> YamlSource:
@@ -97,8 +108,8 @@ def apply_override(source: YamlSource, assignment: str) -> None:
         raise UsageError("expected KEY=VALUE", where, "For example --set passes.quantize.bits=8")
     try:
         value = yaml.safe_load(value_text)
-    except yaml.YAMLError:
-        raise UsageError(f"{value_text!r} is not a YAML value", where) from None
+    except (yaml.YAMLError, RecursionError, *_BAD_SCALARS):
+        raise UsageError(f"{value_text[:60]!r} is not a YAML value", where[:200]) from None
     parts = path_text.strip().split(".")
     location: Location = ()
     if not isinstance(source.data, dict):
@@ -126,13 +137,20 @@ def _enter_entry(
     names = [
         next(iter(item), "") if isinstance(item, dict) else item if isinstance(item, str) else "" for item in items
     ]
-    matches = [int(part)] if part.isdigit() else [i for i, name in enumerate(names) if name == part]
+    matches = (
+        [int(part)] if part.isdecimal() and part.isascii() else [i for i, name in enumerate(names) if name == part]
+    )
     if len(matches) > 1:
         raise UsageError(f"{part!r} stands {len(matches)} times", where, f"Use its number, such as {matches[0]}")
     if not matches or matches[0] >= len(items):
         raise UsageError(f"the recipe has no {'.'.join(so_far)}", where, did_you_mean(part, [str(n) for n in names]))
     index = matches[0]
     name = names[index]
+    options = items[index].get(name) if isinstance(items[index], dict) else None
+    if not isinstance(name, str) or not name or not (options is None or isinstance(options, dict)):
+        raise UsageError(
+            f"entry {index} of the recipe has no options to set", where, "Write it as `- NAME: {option: value}`"
+        )
     if isinstance(items[index], str) or items[index].get(name) is None:
         items[index] = {name: {}}
     return (*location, index, name), items[index][name]

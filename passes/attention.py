@@ -34,6 +34,7 @@ class FlashAttention(Pass):
     """
 
     name = "flash_attention"
+    changes_weights: ClassVar[bool] = False
     provides: ClassVar[frozenset[str]] = frozenset({"attention_backend"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"attention_backend"})
 

@@ -24,6 +24,7 @@ class Draft(Pass):
     """
 
     name = "draft"
+    changes_weights: ClassVar[bool] = False
     provides: ClassVar[frozenset[str]] = frozenset({"draft"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"draft"})
 

@@ -23,6 +23,7 @@ class KVCache(Pass):
     """Records the KV cache's kind, element type and block size in the RuntimeSpec; changes no weights."""
 
     name = "kv_cache"
+    changes_weights: ClassVar[bool] = False
     provides: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
 

@@ -23,6 +23,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     manifest = read_json(path)
     if not isinstance(manifest, dict):
         raise RunError("the manifest is not a JSON object", where=str(path))
+    version = manifest.get("schema_version")
+    if version is not None and (version != 1 or isinstance(version, bool)):
+        raise RunError(f"schema version {version!r} is not one that this llmopt reads (1)", str(path), "Update llmopt")
     return manifest
 
 

@@ -59,7 +59,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any, where: str = 
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text. An empty one is BOS alone where the tokenizer has BOS."""
+    """Token ids of a text. An empty one is BOS alone where the tokenizer has BOS.
+
+    Raises UsageError where the text has lone surrogates, as bytes that are not UTF-8 leave them.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("the text is not valid Unicode (bytes that are not UTF-8?)", "prompt") from None
     ids = list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
     bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
     if bos and text.startswith(bos) and len(ids) > 1 and ids[0] == ids[1] == bos_id and not text.startswith(bos + bos):

@@ -163,9 +163,11 @@ def make_drafter(spec: DraftSpec, folder: Path, target: PreTrainedModel, dtype: 
 def draft_folder(spec: DraftSpec, folder: Path) -> Path:
     """Where the draft model lies. Raises RunError where it is not on this machine."""
     name = spec.model or ""
-    for candidate in (folder / name, Path(name)):
-        if name and candidate.is_dir():
-            return candidate
+    inside = folder / name
+    if name and inside.is_dir() and inside.resolve().is_relative_to(folder.resolve()):
+        return inside
+    if name and spec.sha256 is not None and Path(name).is_dir():  # outside: only what its hash vouches for
+        return Path(name)
     try:
         from huggingface_hub import snapshot_download
 

@@ -35,7 +35,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError("the file is missing", where=str(path)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"the file cannot be read as JSON ({error})", where=str(path)) from None
 
 
@@ -82,13 +82,16 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
                     what_to_do="Fetch it again.",
                 )
             header = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"the file is not readable as safetensors ({error})", where=str(path)) from None
     if not isinstance(header, dict):
         raise RunError("the file is not safetensors: its header is no table", where=str(path))
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        for entry in tensors.values():
+            if not isinstance(entry["dtype"], str) or not all(isinstance(n, int) and n >= 0 for n in entry["shape"]):
+                raise TypeError("dtype or shape")
     except (TypeError, KeyError, IndexError):
         raise RunError("the file is not safetensors: its header is malformed", where=str(path)) from None
     if size != 8 + length + end:

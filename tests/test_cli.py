@@ -78,6 +78,29 @@ def test_verify_compares_answers(artifact, tmp_path):
     assert "otherwise" in llmopt_command("verify", copy, "--log", "none", code=1).stderr
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recipe": {}},
+        {"measured": {}},
+        {"measured": {"before": {"perplexity": "x"}, "after": {}, "divergence": {}}},
+        {"certificate": {"samples": "abc"}},
+        {"certificate": {"samples": [{}]}},
+        {"schema_version": 2},
+        {"runtime": {"nonsense": 1}},
+    ],
+)
+def test_damaged_manifest_is_one_clear_line(change, artifact, tmp_path):
+    from llmopt.optimizer.errors import RunError
+    from llmopt.optimizer.manifest import read_manifest
+
+    manifest = json.loads((artifact / "llmopt.json").read_text())
+    (tmp_path / "llmopt.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(RunError) as caught:
+        read_manifest(tmp_path)
+    assert "llmopt.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_generate(artifact):
     with llmopt.load(artifact) as llm:
         expected = [c.text for c in llm.generate(["The capital", "Once upon"], max_new_tokens=5)]
@@ -96,6 +119,11 @@ def test_generate_errors(artifact, tmp_path):
     assert "-i" in llmopt_command("generate", artifact, "x", "-i", code=2).stderr
     assert "context" in llmopt_command("generate", artifact, "word " * 600, code=2).stderr
     llmopt_command("generate", artifact, "x", "--temperature", "-1", code=2)
+    for arguments, stdin in (([b"\xff\xfe hi"], None), ([], b"\xff\n")):
+        command = [sys.executable, "-m", "llmopt.optimizer.cli", "generate", str(artifact), *arguments]
+        result = subprocess.run(command, capture_output=True, input=stdin)
+        assert result.returncode == 2 and b"Traceback" not in result.stderr and result.stderr.count(b"\n") == 1
+    assert "name too long" in llmopt_command("inspect", "x" * 300, code=2).stderr
 
 
 def test_plan(tiny_model, tmp_path):

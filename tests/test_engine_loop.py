@@ -116,10 +116,13 @@ def test_cancelling_a_task_aborts_its_request(loop):
 
 
 def test_leaving_a_stream_aborts_it(loop):
+    runner = loop.engine.runner
+    execute = runner.execute
+    runner.execute = lambda plan: time.sleep(0.02) or execute(plan)  # so that the stream is left long before its end
     handle = loop.submit([1], greedy(max_new_tokens=100))
     for output in handle:
         assert output.new_token_ids
-        loop.engine.runner.gate.clear()
+        runner.gate.clear()
         break
     loop.engine.runner.gate.set()
     [done] = handle.result(WAIT)

@@ -63,7 +63,10 @@ def test_length_adapts_unless_it_is_fixed():
 def test_draft_models_are_found_inside_the_artifact_first(tmp_path: Path):
     (tmp_path / "draft").mkdir()
     assert draft_folder(DraftSpec(kind="model", model="draft"), tmp_path) == tmp_path / "draft"
-    assert draft_folder(DraftSpec(kind="model", model=str(tmp_path)), tmp_path / "x") == tmp_path
+    outside = DraftSpec(kind="model", model=str(tmp_path), sha256="0" * 64)
+    assert draft_folder(outside, tmp_path / "x") == tmp_path
+    with pytest.raises(RunError, match="not on this machine"):
+        draft_folder(DraftSpec(kind="model", model=".."), tmp_path / "draft")
     with pytest.raises(RunError, match=r"'org/absent' is not on this machine.*draft=False"):
         draft_folder(DraftSpec(kind="model", model="org/absent"), tmp_path)
 

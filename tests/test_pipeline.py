@@ -211,6 +211,50 @@ def test_failing_pass_leaves_nothing_and_its_predecessors_are_cached(tiny_model,
     assert not any(record.cached for record in other_seed.manifest.passes)
 
 
+def test_pass_that_changes_weights_behind_autograds_back_is_cached_with_them(tiny_model, tmp_path):
+    class Scale(llmopt.Pass):
+        """Scales the last norm through `.data`, which leaves no trace in the tensor's version."""
+
+        name = "scale"
+
+        def plan(self, info):
+            return llmopt.PlanItem("")
+
+        def run(self, model, context):
+            model.module.model.norm.weight.data.mul_(3.0)
+            return llmopt.PassReport("")
+
+    made = [run(tiny_model, [Scale, "kv_cache"], tmp_path / name, cache_folder=tmp_path / "c") for name in "ab"]
+    assert [record.cached for record in made[1].manifest.passes] == [True, True]
+    assert made[0].manifest.files["model.safetensors"] == made[1].manifest.files["model.safetensors"]
+    entries = [path for path in (tmp_path / "c" / "passes").iterdir() if (path / "state.safetensors").exists()]
+    assert len(entries) == 1  # kv_cache says that it changes no weights
+
+
+def test_code_hash_of_a_class_without_a_file():
+    from llmopt.optimizer.registry import code_hash
+
+    source = (
+        "import llmopt\n"
+        "class P(llmopt.Pass):\n"
+        "    name = 'p'\n"
+        "    def plan(self, info): return llmopt.PlanItem('')\n"
+        "    def run(self, model, context): return llmopt.PassReport('%s')\n"
+    )
+    hashes = []
+    for word in ("one", "one", "two"):
+        space = {"__name__": "no_such_module"}
+        exec(source % word, space)
+        hashes.append(code_hash(space["P"]))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_context_is_checked_before_the_passes(make_model, tmp_path):
+    small = make_model(max_position_embeddings=32)
+    with pytest.raises(UsageError, match="context of 32"):
+        run(small, ["kv_cache"], tmp_path / "out")
+
+
 def test_cache_limit_evicts_the_oldest(tiny_model, tmp_path):
     cache = tmp_path / "cache"
     run(tiny_model, [{"quantize": {"bits": 8, "group_size": 32}}], tmp_path / "a", cache_folder=cache, cache_limit=1)

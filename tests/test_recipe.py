@@ -88,6 +88,16 @@ BAD = {
     "python tag": ("passes: !!python/object:os.system [x]\n", ["try.yaml:1"]),
     "unimportable class": ("passes:\n  - no_such_module:Thing\n", ["try.yaml:2", "no_such_module"]),
     "class that is no pass": ("passes:\n  - collections:OrderedDict\n", ["collections:OrderedDict", "Pass"]),
+    "NUL byte": ("passes: [kv_\0cache]\n", ["try.yaml"]),
+    "impossible date": ("passes: [kv_cache]\nname: 2024-13-45\n", ["try.yaml:2", "cannot be read"]),
+    "bad int tag": ("passes: [kv_cache]\nseed: !!int abc\n", ["try.yaml:2", "cannot be read"]),
+    "bad bool tag": ("passes: [kv_cache]\nseed: !!bool abc\n", ["try.yaml:2", "cannot be read"]),
+    "endless nesting": ("passes: " + "[" * 3000 + "\n", ["try.yaml", "nested"]),
+    "infinite gate": ("passes: [kv_cache]\ngates: {max_mean_kl: .inf}\n", ["try.yaml:2", "max_mean_kl"]),
+    "infinite percentage": ("passes: [kv_cache]\ngates: {max_mean_kl: inf%}\n", ["try.yaml:2", "max_mean_kl"]),
+    "true for a limit": ("passes: [kv_cache]\ngates: {max_mean_kl: true}\n", ["try.yaml:2", "not true or false"]),
+    "huge group": ("passes:\n  - quantize: {group_size: 8000000000000}\n", ["try.yaml:2", "group_size"]),
+    "null entry": ("passes: [null]\n", ["try.yaml:1", "one name"]),
     "unknown cache kind": ("passes:\n  - kv_cache: {kind: pagged}\n", ["try.yaml:2", "kind", "'pagged'"]),
 }
 
@@ -116,12 +126,23 @@ def test_bad_recipes(case, tmp_path):
         ("gates.max_kll=1", "--set gates.max_kll=1"),
         ("passes.quantize=8", "one of its options"),
         ("seed=[", "not a YAML value"),
+        ("seed=!!int x", "not a YAML value"),
+        ("seed=2001-13-01", "not a YAML value"),
+        ("seed=" + "[" * 3000, "not a YAML value"),
+        ("passes.\u00b2.bits=8", "no passes"),
     ],
 )
 def test_bad_overrides(assignment, part):
     with pytest.raises(UsageError) as caught:
         Recipe.parse(GOOD, [assignment])
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", ["null", "3", "{quantize: 3}", "[]"])
+def test_overrides_of_an_entry_that_is_none(entry):
+    for key in ("0", "quantize"):
+        with pytest.raises(UsageError):
+            Recipe.parse(f"passes: [{entry}]\n", [f"passes.{key}.bits=8"])
 
 
 def test_missing_recipe_names_the_nearest():
@@ -145,8 +166,6 @@ def test_text_is_found_beside_the_recipe(tmp_path):
 def test_one_text_for_both_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 100)
     (tmp_path / "b.txt").write_text("words " * 100)
-    (tmp_path / "r.yaml").write_text(
-        "passes: [kv_cache]\ncalibration: {text: a.txt}\nevaluate: {text: b.txt}\n"
-    )
+    (tmp_path / "r.yaml").write_text("passes: [kv_cache]\ncalibration: {text: a.txt}\nevaluate: {text: b.txt}\n")
     with pytest.raises(UsageError, match="same text"):
         Recipe.load(tmp_path / "r.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -58,9 +59,16 @@ def main(arguments: list[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("llmopt: interrupted; nothing half-written is left", err=True)
         sys.exit(130)
+    except RecursionError:
+        click.echo("llmopt: a file or value is nested too deeply to be read", err=True)
+        sys.exit(1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        name = str(error.filename or "")
+        click.echo(f"llmopt: {name[:80] + '…: ' if len(name) > 80 else name and name + ': '}{error.strerror}", err=True)
+        sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
 
 
 def _terminate(number: int, frame: Any) -> None:

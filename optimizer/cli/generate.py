@@ -98,6 +98,8 @@ def _converse(llm: Any, options: dict[str, Any], system: str | None) -> None:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise UsageError("standard input is not UTF-8 text", "generate") from None
         if not line:
             return
         messages.append({"role": "user", "content": line})
@@ -112,7 +114,10 @@ def _converse(llm: Any, options: dict[str, Any], system: str | None) -> None:
 def _from_stdin() -> tuple[str, ...]:
     if sys.stdin.isatty():
         raise UsageError("no prompt is given", "generate", "Pass one as an argument, pipe them in, or use -i")
-    prompts = tuple(line.rstrip("\n") for line in sys.stdin if line.strip())
+    try:
+        prompts = tuple(line.rstrip("\n") for line in sys.stdin if line.strip())
+    except UnicodeDecodeError:
+        raise UsageError("standard input is not UTF-8 text", "generate") from None
     if not prompts:
         raise UsageError("standard input holds no prompt", "generate")
     return prompts

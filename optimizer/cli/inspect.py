@@ -43,13 +43,14 @@ def inspect(artifact: Path, as_json: bool, layers: bool) -> None:
 
 @click.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the artifact carries.")
 @click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
-def verify(artifact: Path, log: str) -> None:
+def verify(artifact: Path, log: str, trust_remote_code: bool) -> None:
     """Check an artifact's hashes, reopen it in a fresh process and generate; exit 1 where it does not hold."""
     from ..verify import verify as run
     from .progress import listener
 
     with listener(log) as listen:
-        result = run(artifact, listen)
+        result = run(artifact, listen, trust_remote_code)
     answers = "as recorded" if result["compared"] else "(not compared with the record: other libraries made it)"
     click.echo(f"{artifact} holds: {result['files']} files, {result['prompts']} prompts answered {answers}")

@@ -50,7 +50,8 @@ def before_after(manifest: Manifest) -> None:
     out.print(table)
     for gate in manifest.gates:
         mark = "[green]holds[/]" if gate.passed else "[red]missed[/]"
-        out.print(f"gate {gate.name}: {gate.value:.4g} (limit {gate.limit:.4g}) {mark}")
+        value = "not measured" if gate.value is None else f"{gate.value:.4g}"
+        out.print(f"gate {gate.name}: {value} (limit {gate.limit:.4g}) {mark}")
     for note in manifest.notes:
         if note.kind == "fallback":
             out.print(f"fallback in {note.stage}: {note.message}", style="yellow", markup=False)

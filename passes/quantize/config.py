@@ -11,12 +11,18 @@ from ...optimizer.base import Options
 Method = Literal["rtn", "gptq"]
 
 
+LARGEST_GROUP = 2**20
+
+
 def _check_group_size(value: object) -> object:
     """-1 for `"channel"`; raises ValueError where a number is neither -1 nor a positive multiple of 8."""
     if value == "channel":
         return -1
-    if isinstance(value, int) and not isinstance(value, bool) and value != -1 and (value < 8 or value % 8):
-        raise ValueError(f"group_size must be a positive multiple of 8, or -1 or 'channel', not {value}")
+    if isinstance(value, int) and not isinstance(value, bool) and value != -1:
+        if value < 8 or value % 8:
+            raise ValueError(f"group_size must be a positive multiple of 8, or -1 or 'channel', not {value}")
+        if value > LARGEST_GROUP:
+            raise ValueError(f"group_size must be {LARGEST_GROUP} at most, or -1 for one group a channel")
     return value
 
 

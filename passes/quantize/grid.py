@@ -38,18 +38,14 @@ def round_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(rounded.abs() < tiny, tiny, rounded)
 
 
-def quantize_groups(
-    groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
-) -> torch.Tensor:
+def quantize_groups(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> torch.Tensor:
     """Nearest codes, uint8 [N, G, S], of float32 groups [N, G, S] on the grid (scales, zeros) of [N, G]."""
     offset = 2.0 ** (bits - 1) if zeros is None else zeros.float().unsqueeze(-1)
     codes = groups / scales.unsqueeze(-1)
     return codes.round_().add_(offset).clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
-def dequantize_groups(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
-) -> torch.Tensor:
+def dequantize_groups(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> torch.Tensor:
     """Values float32 [N, G, S] of codes on the grid (scales, zeros) of [N, G]."""
     offset = 2.0 ** (bits - 1) if zeros is None else zeros.float().unsqueeze(-1)
     return (codes.float() - offset) * scales.unsqueeze(-1)

@@ -23,7 +23,7 @@ def matches(pattern: str, name: str) -> bool:
         return fnmatchcase(name, pattern)
     try:
         return re.fullmatch(pattern[3:], name) is not None
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise UsageError(f"the regular expression is malformed: {error}", where=f"pattern {pattern!r}") from None
 
 

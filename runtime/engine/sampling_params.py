@@ -25,7 +25,7 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     temperature: float = Field(1.0, ge=0, description="0 is greedy; the logits are divided by it otherwise.")
-    top_k: int = Field(0, ge=-1, description="Keep the k most probable tokens (ties kept); 0 or -1 keeps all.")
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep the k most probable tokens (ties kept); 0, -1: all.")
     top_p: float = Field(1.0, gt=0, le=1, description="Keep the smallest set of tokens whose probability reaches p.")
     min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this share of the best one's probability.")
     repetition_penalty: float = Field(
