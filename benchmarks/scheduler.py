@@ -1,6 +1,7 @@
 """Scheduler time per step against the number of running requests: `python benchmarks/scheduler.py`.
 
-No model: a step's result is one made-up token per row. Prints a table and, with --output, writes the figures as JSON.
+No model: a step's result is one made-up token per row. Prints a table; --output writes the figures as JSON, --plot
+draws them as an SVG.
 Times are microseconds of the thread's CPU time in schedule() and commit() (a busy machine counts less so), median
 and 99th percentile over the steps after warm-up, garbage collection left on.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import statistics
@@ -62,6 +64,46 @@ def measure(num_seqs: int, context: int, steps: int, drafts: int, block_size: in
     }
 
 
+COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7a4f9e", "#b8860b", "#444444")
+
+
+def line_plot(title: str, across: str, up: str, lines: dict[str, list[tuple[float, float]]], limit: float = 0) -> str:
+    """An SVG of lines over two logarithmic axes; `limit`, if given, is a dashed horizontal line."""
+    width, height, left, top, right, bottom = 720, 420, 70, 40, 230, 50
+    points = [point for line in lines.values() for point in line]
+    low = [min(p[axis] for p in points) for axis in (0, 1)]
+    high = [max(*(p[axis] for p in points), limit if axis else 0) for axis in (0, 1)]
+
+    def at(value: float, axis: int) -> float:
+        share = math.log(value / low[axis]) / math.log(high[axis] / low[axis]) if high[axis] > low[axis] else 0.5
+        return left + share * (width - left - right) if axis == 0 else height - bottom - share * (height - top - bottom)
+
+    def text(x: float, y: float, words: str, more: str = "") -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{words}</text>'
+
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+           'font-size="12"><rect width="100%" height="100%" fill="white"/>',
+           text(left, 22, title, 'font-size="15"'),
+           text(left, height - 10, across), text(8, top - 6, up)]  # fmt: skip
+    for x in sorted({p[0] for p in points}):
+        out.append(f'<path d="M{at(x, 0):.1f} {top}V{height - bottom}" stroke="#eee"/>')
+        out.append(text(at(x, 0), height - bottom + 16, f"{x:g}", 'text-anchor="middle"'))
+    first, last = math.floor(math.log10(low[1])), math.ceil(math.log10(high[1]))
+    for y in (digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)):
+        if low[1] <= y <= high[1]:
+            out.append(f'<path d="M{left} {at(y, 1):.1f}H{width - right}" stroke="#ddd"/>')
+            out.append(text(left - 6, at(y, 1) + 4, f"{y:g}", 'text-anchor="end"'))
+    if limit:
+        out.append(f'<path d="M{left} {at(limit, 1):.1f}H{width - right}" stroke="black" stroke-dasharray="5 4"/>')
+    for number, (name, line) in enumerate(lines.items()):
+        colour, y = COLOURS[number % len(COLOURS)], top + 18 * number + 10
+        path = " ".join(f"{at(px, 0):.1f},{at(py, 1):.1f}" for px, py in line)
+        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        out.append(f'<rect x="{width - right + 14}" y="{y - 8}" width="12" height="4" fill="{colour}"/>')
+        out.append(text(width - right + 32, y, name))
+    return "\n".join([*out, "</svg>", ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32, 128, 256, 512, 1000, 2000])
@@ -69,6 +111,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", help="write the figures to this JSON file")
+    parser.add_argument("--plot", help="draw the medians into this SVG file")
     args = parser.parse_args()
     rows = []
     columns = ("running", "context", "drafts", "schedule us", "commit us", "total us", "p99 us")
@@ -82,6 +125,14 @@ def main() -> None:
                     f"{num_seqs:12d} {context:12d} {drafts:12d} {row['schedule_us']:12.1f} {row['commit_us']:12.1f} "
                     f"{row['total_us']:12.1f} {row['total_p99_us']:12.1f}"
                 )
+    if args.plot:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            name = f"context {row['context']}, {row['drafts']} drafts"
+            lines.setdefault(name, []).append((row["running"], row["total_us"]))
+        svg = line_plot("Scheduler time of a step", "running requests", "microseconds (dashed: 2 ms)", lines, 2000)
+        with open(args.plot, "w", encoding="utf-8") as file:
+            file.write(svg)
     if args.output:
         result = {"python": platform.python_version(), "machine": platform.machine(), "rows": rows}
         with open(args.output, "w", encoding="utf-8") as file:
