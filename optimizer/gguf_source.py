@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import shutil
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from ..runtime.open import quiet_transformers
 from .errors import MissingDependency, RunError
 from .files import fsync_tree, replace_folder, require_space, temporary_sibling
+
+log = logging.getLogger("llmopt")
 
 
 def check(file: Path) -> None:
@@ -44,7 +49,8 @@ def convert(file: Path, folder: Path) -> Path:
     require_space(folder, 5 * file.stat().st_size, "Converting the GGUF file")
     temporary = temporary_sibling(folder)
     try:
-        with quiet_transformers():
+        log.warning("Converting %s to a Hugging Face folder in the cache; this happens once.", file.name)
+        with quiet_transformers(), redirect_stderr(io.StringIO()):  # its bars ignore transformers' own switch
             _convert(file, temporary)
         fsync_tree(temporary)
         replace_folder(temporary, folder)
