@@ -59,9 +59,10 @@ def ratio(result: dict[str, Any], text: str, what: str, ours: list[str], theirs:
     if not mine or not peer:
         return f"| {text} | not measured | | |"
     (a, own), (b, other) = max(mine), max(peer)
-    return (
-        f"| {text} | {own}: {a:,.0f} against {other}: {b:,.0f} | {a / b:.2f} | {'met' if a / b >= bar else 'missed'} |"
-    )
+    verdict = "met" if a / b >= bar else "missed"
+    if max(f["foreign"] for s in (own, other) for f in figures(result, s, what)) > DISTURBED:
+        verdict = "no verdict: neighbours used the machine"
+    return f"| {text} | {own}: {a:,.0f} against {other}: {b:,.0f} | {a / b:.2f} | {verdict} |"
 
 
 def bars(result: dict[str, Any]) -> list[str]:
