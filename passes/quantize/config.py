@@ -9,7 +9,8 @@ from pydantic import Field, field_validator
 from ...optimizer.base import Options
 
 Method = Literal["rtn", "gptq"]
-
+CALIBRATED = frozenset({"gptq"})
+"""Methods that need calibration text; the others round a layer from its weight alone."""
 
 LARGEST_GROUP = 2**20
 

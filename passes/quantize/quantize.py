@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...optimizer.base import Context, ModulePlan, Pass, PassReport, PlanItem
 from ...optimizer.errors import RunError
+from .config import CALIBRATED
 from .config import Config as QuantizeConfig
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Quantize(Pass):
             peak_memory=_peak_memory(targets, info),
             seconds=_seconds(targets, self.config),
         )
-        if any(target.method == "gptq" for target in targets.modules):
+        if any(target.method in CALIBRATED for target in targets.modules):
             item.notes.append(f"memory and time assume {ASSUMED_TOKENS} calibration tokens")
         return item
 
@@ -110,7 +111,7 @@ def _quantize(
     from .apply import rtn_module
 
     with torch.no_grad():
-        if any(target.method == "gptq" for target in targets):
+        if any(target.method in CALIBRATED for target in targets):
             from .driver import quantize_blocks
 
             return quantize_blocks(module, targets, config, context)
@@ -179,7 +180,7 @@ def _peak_memory(targets: Targets, info: ModelInfo) -> int:
         return 0
     widest = max(target.num_weights for target in targets.modules)
     peak = widest * 4 * 6
-    inputs = {target.in_features for target in targets.modules if target.method == "gptq"}
+    inputs = {target.in_features for target in targets.modules if target.method in CALIBRATED}
     if inputs:
         hidden = info.config.get_text_config().hidden_size
         peak += sum(3 * k * k * 4 for k in inputs) + 5 * max(inputs) ** 2 * 4
@@ -193,11 +194,11 @@ def _seconds(targets: Targets, config: QuantizeConfig) -> float:
     seconds = 0.0
     for target in targets.modules:
         seconds += target.num_weights * (5e-9 + (config.scale_search and 2e-8))
-        if target.method == "gptq":
+        if target.method in CALIBRATED:
             flops = ASSUMED_TOKENS * target.num_weights * 2 * passes
             flops += target.num_weights * target.in_features * 12
             seconds += flops / 2.5e11 + target.in_features * 2e-5
-    for columns in {target.in_features for target in targets.modules if target.method == "gptq"}:
+    for columns in {target.in_features for target in targets.modules if target.method in CALIBRATED}:
         layers = sum(target.in_features == columns for target in targets.modules)
         seconds += layers / 3 * ASSUMED_TOKENS * columns**2 * passes / 1.8e11
     return seconds * 2 / max(1, os.cpu_count() or 1)

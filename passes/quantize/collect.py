@@ -1,0 +1,78 @@
+"""Gathering the Hessians of a block's layers while it runs over the calibration batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import CapturedBatch, StopForward
+from .hessian import HessianCollector, InputGroup
+
+
+def collect(
+    block: nn.Module,
+    index: int,
+    layers: Mapping[str, nn.Module],
+    captured: Sequence[CapturedBatch],
+    original: nn.Module | None = None,
+    whole: bool = True,
+) -> list[InputGroup]:
+    """Hessians of `layers` (by name) of `block`, which is number `index`, in the order in which they are called.
+
+    original: an unquantized copy of the block, if the layers are to match its outputs; whole: run all of the block, and
+    follow the original's hidden state; otherwise stop at the last of the layers.
+    """
+    originals: dict[str, nn.Module] = {}
+    if original is not None:
+        own = {module: name for name, module in block.named_modules()}
+        originals = {name: original.get_submodule(own[layer]) for name, layer in layers.items()}
+    collector = HessianCollector(layers, originals)
+    with collector.hooks(), ExitStack() as stack:
+        if not whole:
+            for stopped in (layers, originals):
+                if stopped:
+                    stack.enter_context(stop_after_input(list(stopped.values())[-1]))
+        for batch in captured:
+            call = batch.calls[index]
+            if original is not None:
+                with suppress(StopForward):
+                    batch.followed = call.run(original, batch.hidden if batch.original is None else batch.original)
+            with suppress(StopForward):
+                call.run(block, batch.hidden)
+            collector.flush()
+    return sorted(collector.groups, key=lambda group: group.first_call)
+
+
+def call_order(block: nn.Module, index: int, layers: Mapping[str, nn.Module], batch: CapturedBatch) -> list[list[str]]:
+    """The names of `layers` in the order in which the block calls them, those with the same input together."""
+    return [group.names for group in collect(block, index, layers, [batch])]
+
+
+def collect_outside(model: nn.Module, name: str, batches: Sequence[torch.Tensor]) -> InputGroup:
+    """The Hessian of one layer outside the blocks over token batches int64 [B, L]; the model runs up to that layer."""
+    layer = model.get_submodule(name)
+    collector = HessianCollector({name: layer})
+    with collector.hooks(), stop_after_input(layer):
+        for batch in batches:
+            with suppress(StopForward):
+                model(input_ids=batch.to(layer.weight.device), use_cache=False)
+            collector.flush()
+    return collector.groups[0]
+
+
+@contextmanager
+def stop_after_input(module: nn.Module) -> Iterator[None]:
+    """End a forward pass once `module` has received its input; entered after the hooks that read it."""
+
+    def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise StopForward
+
+    handle = module.register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()

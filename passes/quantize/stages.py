@@ -1,0 +1,109 @@
+"""A block's work as a sequence of stages: check, transform, round without data, round on calibration, hand on.
+
+A stage is a function of the block's `BlockWork`. A method that changes weights or norms before anything is rounded
+(activation-aware scales, say) puts a function into `TRANSFORMS`; one that rounds on calibration puts one into
+`rounding.ROUNDINGS`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .apply import check_weight, rtn_module
+from .blocks import CapturedBatch
+from .collect import call_order, collect
+from .config import CALIBRATED
+from .hessian import InputGroup
+from .rounding import round_group
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .targets import Target
+
+
+@dataclass
+class BlockWork:
+    """One block on its way through the stages. `lines` are the report lines of the layers quantized so far.
+
+    original: an unquantized copy of the block, where layers are fitted to the original model's outputs.
+    """
+
+    model: nn.Module
+    config: Config
+    index: int
+    block: nn.Module
+    targets: list[Target]
+    captured: list[CapturedBatch]
+    original: nn.Module | None = None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def calibrated(self) -> list[Target]:
+        """The targets whose method needs calibration."""
+        return [target for target in self.targets if target.method in CALIBRATED]
+
+    def layers(self, names: list[str]) -> dict[str, nn.Module]:
+        """The named layers of the model, by full name."""
+        return {name: self.model.get_submodule(name) for name in names}
+
+    def collect(self, names: list[str], whole: bool = True) -> list[InputGroup]:
+        """Hessians of the named layers on the block as it is now; see `collect.collect`."""
+        return collect(self.block, self.index, self.layers(names), self.captured, self.original, whole)
+
+
+Stage = Callable[[BlockWork], None]
+
+TRANSFORMS: dict[str, Callable[[BlockWork, list[Target]], None]] = {}
+"""Method → what it does to the block before any layer is rounded, given its own targets in the block."""
+
+
+def check(work: BlockWork) -> None:
+    """Raise RunError where a weight that is to be quantized is not finite; keep the original where it is followed."""
+    for target in work.targets:
+        check_weight(target.name, work.model.get_submodule(target.name))
+    if work.calibrated and work.config.match_original:
+        work.original = copy.deepcopy(work.block)
+
+
+def transform(work: BlockWork) -> None:
+    """Let every method that has a transform change the block."""
+    for method, change in TRANSFORMS.items():
+        targets = [target for target in work.targets if target.method == method]
+        if targets:
+            change(work, targets)
+
+
+def round_without_data(work: BlockWork) -> None:
+    """Quantize the layers whose method needs no calibration."""
+    for target in work.targets:
+        if target.method not in CALIBRATED:
+            work.lines.append(rtn_module(work.model, target, work.config.scale_search))
+
+
+def round_on_calibration(work: BlockWork) -> None:
+    """Quantize the other layers, all on the same pass over the block, or one after another (`true_sequential`)."""
+    calibrated = {target.name: target for target in work.calibrated}
+    if not calibrated:
+        return
+    steps = [list(calibrated)]
+    if work.config.true_sequential:
+        steps = call_order(work.block, work.index, work.layers(steps[0]), work.captured[0])
+    for names in steps:
+        for group in work.collect(names, whole=names is steps[-1]):
+            work.lines += round_group(work.model, [calibrated[name] for name in group.names], group, work.config)
+
+
+def hand_on(work: BlockWork) -> None:
+    """Replace each batch's hidden state by the output of the block as it is now."""
+    for batch in work.captured:
+        if work.original is not None:
+            batch.original = batch.followed
+        batch.hidden = batch.calls[work.index].run(work.block, batch.hidden)
+
+
+STAGES: tuple[Stage, ...] = (check, transform, round_without_data, round_on_calibration, hand_on)
