@@ -11,7 +11,7 @@ from llmopt.optimizer.errors import RunError, UsageError
 from llmopt.optimizer.events import Event
 from llmopt.optimizer.model import LoadedModel, ModelInfo, SourceIdentity, TensorInfo
 from llmopt.passes.quantize import Quantize
-from llmopt.passes.quantize.blocks import capture, find_blocks, join_batches
+from llmopt.runtime.decoder_blocks import capture, find_blocks, join_batches
 from llmopt.runtime.kernels.packed import PackedLinear
 from transformers import AutoConfig, AutoModelForCausalLM
 

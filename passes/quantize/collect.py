@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import CapturedBatch, StopForward
+from ...runtime.decoder_blocks import CapturedBatch, StopForward
 from .hessian import HessianCollector, InputGroup
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ...optimizer.errors import RunError
+from ...runtime.decoder_blocks import capture, evaluation_mode, find_blocks, join_batches
 from .apply import check_weight, rtn_module
-from .blocks import capture, evaluation_mode, find_blocks, join_batches
 from .collect import collect_outside
 from .config import CALIBRATED
 from .rounding import round_group

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ...runtime.decoder_blocks import CapturedBatch
 from .apply import check_weight, rtn_module
-from .blocks import CapturedBatch
 from .collect import call_order, collect
 from .config import CALIBRATED
 from .hessian import InputGroup

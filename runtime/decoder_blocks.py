@@ -7,7 +7,7 @@ because they differ between blocks in models that mix attention types.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...optimizer.errors import RunError
+from ..optimizer.errors import RunError
 
 
 class StopForward(Exception):
@@ -30,7 +30,7 @@ class BlockCall:
     kwargs: dict[str, Any]
     by_keyword: bool
 
-    def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def run(self, block: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """The block's output hidden state."""
         if self.by_keyword:
             output = block(*self.args, **{**self.kwargs, "hidden_states": hidden})
@@ -44,13 +44,14 @@ class CapturedBatch:
     """One batch on its way through the blocks: the current hidden state, and how each block is called.
 
     original: the hidden state in the unquantized model, where that is followed too; followed: the same after the
-    current block.
+    current block. extra: what blocks return beside the hidden state, where they return a tuple.
     """
 
     hidden: torch.Tensor
     calls: list[BlockCall]
     original: torch.Tensor | None = None
     followed: torch.Tensor | None = None
+    extra: tuple[Any, ...] | None = None
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -84,59 +85,99 @@ def join_batches(batches: Sequence[torch.Tensor], max_tokens: int) -> list[torch
 def capture(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[torch.Tensor]) -> list[CapturedBatch]:
     """Run the model's own forward with blocks that hand their input on, and record every call.
 
-    batches: token ids, int64 [B, L]. Costs little more than the embeddings: no block computes. Raises RunError where
+    batches: token ids, int64 [B, L]. Costs little more than the embeddings and the first block, which does compute, to
+    show whether blocks return a tensor or a tuple that begins with it; no other weight is needed. Raises RunError where
     the model does not call its blocks once each, in order.
     """
-    captured = []
-    device = next(model.parameters()).device
-    for batch in batches:
-        record: list[BlockCall] = []
-        order: list[int] = []
-        hidden: list[torch.Tensor] = []
-        with _pass_through(blocks, record, order, hidden), suppress(StopForward):
-            model(input_ids=batch.to(device), use_cache=False)
-        if order != list(range(len(blocks))):
-            raise RunError(
-                f"{type(model).__name__} does not call its decoder blocks once each, in order",
-                what_to_do="Use `method: rtn`, which needs no calibration.",
-            )
-        captured.append(CapturedBatch(hidden[0], record))
-    return captured
+    device = next(blocks[0].parameters()).device
+    return [_capture_one(model, blocks, batch.to(device)) for batch in batches]
+
+
+def _capture_one(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor) -> CapturedBatch:
+    record: list[BlockCall] = []
+    order: list[int] = []
+    hidden: list[torch.Tensor] = []
+
+    def visit(index: int, state: torch.Tensor, call: BlockCall) -> torch.Tensor:
+        if index == 0:
+            hidden.append(state.detach())
+        record.append(call)
+        order.append(index)
+        if index == len(blocks) - 1:
+            raise StopForward
+        return state
+
+    with _handing_on(blocks, visit) as extra, suppress(StopForward):
+        model(input_ids=ids, use_cache=False)
+    if order != list(range(len(blocks))):
+        raise RunError(
+            f"{type(model).__name__} does not call its decoder blocks once each, in order",
+            what_to_do="Use `method: rtn`, which needs no calibration.",
+        )
+    return CapturedBatch(hidden[0], record, extra=extra[0] if extra else None)
+
+
+def logits_after(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor, captured: CapturedBatch) -> torch.Tensor:
+    """The logits [B, L, vocab] that the model makes of `captured.hidden` as the last block's output.
+
+    ids: the batch's token ids, int64 [B, L]. No block computes: what lies outside them is all that has to be in memory.
+    """
+
+    def visit(index: int, state: torch.Tensor, call: BlockCall) -> torch.Tensor:
+        return captured.hidden if index == len(blocks) - 1 else state
+
+    with _handing_on(blocks, visit, captured.extra, first_computes=False):
+        logits: torch.Tensor = model(input_ids=ids.to(captured.hidden.device), use_cache=False).logits
+    return logits
 
 
 @contextmanager
-def _pass_through(
-    blocks: nn.ModuleList, record: list[BlockCall], order: list[int], hidden: list[torch.Tensor]
-) -> Iterator[None]:
-    """Replace each block's forward by one that records its call and returns its input; the last ends the pass.
+def only_first(blocks: nn.ModuleList, count: int) -> Iterator[None]:
+    """While it lasts, only the first `count` blocks compute; the others hand their input on."""
 
-    The first block does compute, to learn whether blocks return a tensor or a tuple that begins with it.
+    def visit(index: int, state: torch.Tensor, call: BlockCall) -> torch.Tensor:
+        return state if index >= count else call.run(forwards[index], state)
+
+    forwards = [block.forward for block in blocks]
+    with _handing_on(blocks, visit):
+        yield
+
+
+Visit = Callable[[int, torch.Tensor, BlockCall], torch.Tensor]
+
+
+@contextmanager
+def _handing_on(
+    blocks: nn.ModuleList,
+    visit: Visit,
+    extra: tuple[Any, ...] | None = None,
+    first_computes: bool = True,
+) -> Iterator[list[tuple[Any, ...] | None]]:
+    """Replace each block's forward by `visit`, which is given the block's number, its input and its call and returns
+    its output. Yields a list whose only entry is what blocks return beside that (None for a plain tensor): `extra`, or,
+    where `first_computes`, what the first block's own forward does.
     """
     originals = [block.__dict__.get("forward") for block in blocks]
     first = blocks[0].forward
-    extra: list[tuple[Any, ...] | None] = []
+    shape: list[tuple[Any, ...] | None] = [] if first_computes else [extra]
 
     def make(index: int) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             by_keyword = not args
             state = kwargs["hidden_states"] if by_keyword else args[0]
-            if index == 0:
-                hidden.append(state.detach())
+            if index == 0 and first_computes:
                 output = first(*args, **kwargs)
-                extra.append(None if isinstance(output, torch.Tensor) else tuple(output[1:]))
+                shape[:] = [None if isinstance(output, torch.Tensor) else tuple(output[1:])]
             rest = {key: value for key, value in kwargs.items() if not by_keyword or key != "hidden_states"}
-            record.append(BlockCall(args[1:], rest, by_keyword))
-            order.append(index)
-            if index == len(blocks) - 1:
-                raise StopForward
-            return state if extra[0] is None else (state, *extra[0])
+            result = visit(index, state, BlockCall(args[1:], rest, by_keyword))
+            return result if shape[0] is None else (result, *shape[0])
 
         return forward
 
     for index, block in enumerate(blocks):
         block.forward = make(index)
     try:
-        yield
+        yield shape
     finally:
         for block, original in zip(blocks, originals):
             del block.forward

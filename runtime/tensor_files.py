@@ -1,0 +1,166 @@
+"""Single tensors of safetensors files, read and written one at a time without mapping or holding a whole file.
+
+Reading is by offset into memory of its own, so that nothing of the file counts as memory of the process afterwards.
+Writing needs dtype and shape of every tensor first; the layout is that of the safetensors library (tensors sorted by
+dtype, widest first, then by name; header padded to 8 bytes), so that the same tensors give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..optimizer.errors import RunError
+from .weight_files import read_header
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+"""Name in the file → torch's name, in the order in which the safetensors library sorts them."""
+ORDER = {name: number for number, name in enumerate(DTYPES)}
+NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: `offset` bytes into `file`. `dtype` is the safetensors name, such as `BF16`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Dtype (the safetensors name) and shape of a tensor that is to be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        """Of a tensor on any device, meta included. Raises RunError for a dtype that safetensors does not have."""
+        name = NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        if name is None:
+            raise RunError(f"tensors of {tensor.dtype} cannot be stored as safetensors")
+        return cls(name, tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        import torch
+
+        size: int = getattr(torch, DTYPES[self.dtype]).itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+def locate(files: Iterable[Path]) -> dict[str, Stored]:
+    """Name → place of every tensor in the files. Raises RunError naming a file that is cut short or malformed."""
+    found: dict[str, Stored] = {}
+    for path in files:
+        header = read_header(path)
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            found[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+    return found
+
+
+def read_stored(stored: Stored) -> torch.Tensor:
+    """The tensor, on the CPU, in the dtype of the file. Raises RunError where the file cannot be read."""
+    import torch
+
+    if stored.dtype not in DTYPES:
+        raise RunError(f"tensors of dtype {stored.dtype} cannot be read", str(stored.file))
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, DTYPES[stored.dtype]))
+    if tensor.nbytes != stored.nbytes:
+        raise RunError("the header's shape and offsets do not agree", str(stored.file), "Fetch it again.")
+    if not stored.nbytes:
+        return tensor
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.offset)
+            done = 0
+            while done < stored.nbytes:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise RunError("the file ends early", str(stored.file), "Fetch it again.")
+                done += count
+    except OSError as error:
+        raise RunError(f"the file cannot be read ({error.strerror})", str(stored.file)) from None
+    return tensor
+
+
+def write_tensors(
+    path: Path,
+    specs: Mapping[str, Spec],
+    read: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file, asking `read` for one tensor after another in the order of the file.
+
+    The file appears under its name when it is whole. Raises RunError where `read` gives a tensor other than its spec.
+    """
+    names = sorted(specs, key=lambda name: (-ORDER[specs[name].dtype], name))
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(_header(names, specs, metadata or {"format": "pt"}))
+            for name in names:
+                tensor = read(name)
+                if Spec.of(tensor) != specs[name]:
+                    raise RunError(f"{name} came as {Spec.of(tensor)}, {specs[name]} was planned", str(path))
+                file.write(tensor_bytes(tensor))
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in row-major order."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def _header(names: list[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in names:
+        end = offset + specs[name].nbytes
+        header[name] = {"dtype": specs[name].dtype, "shape": list(specs[name].shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
