@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+    from ..runtime.lazy import LazyWeights
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,33 @@ class SourceIdentity:
 
 @dataclass
 class LoadedModel:
-    """A model in memory and everything that travels with it through the passes."""
+    """A model and everything that travels with it through the passes.
+
+    weights: where it is set, the model is lazy: `module` is on the meta device and its tensors stay in their files, to
+    be read module by module (`loaded`). Only passes that declare `streams` are given such a model.
+    """
 
     module: nn.Module
     tokenizer: PreTrainedTokenizerBase
     source: SourceIdentity
     runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
     trust_remote_code: bool = False
+    weights: LazyWeights | None = None
+
+    @contextmanager
+    def loaded(self, *names: str) -> Iterator[None]:
+        """Have the weights of the named modules in memory for the duration; where the model is not lazy they are."""
+        if self.weights is None:
+            yield
+            return
+        with self.weights.loaded(*names):
+            yield
+
+    def materialize(self) -> None:
+        """Read all weights of a lazy model; it is lazy no more."""
+        if self.weights is not None:
+            self.weights.load("")
+            self.weights = None
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -50,7 +50,7 @@ def load_packed(
                 tensor = tensor.to(dtype)
             if assign(model, name, tensor, file):
                 loaded.add(name)
-            elif not _ignorable(model, name):
+            elif not ignorable(model, name):
                 unexpected.append(name)
     tie(model, loaded)
     missing = [name for name, tensor in _stored_tensors(model) if tensor.is_meta]
@@ -151,7 +151,7 @@ def _stored_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return model.state_dict(keep_vars=True).items()
 
 
-def _ignorable(model: PreTrainedModel, name: str) -> bool:
+def ignorable(model: PreTrainedModel, name: str) -> bool:
     """Whether transformers ignores this key too (old checkpoints carry buffers that the model computes itself)."""
     import re
 

@@ -1,0 +1,202 @@
+"""A model whose weights stay in their files: single modules are filled when they are needed and emptied again.
+
+`open_lazy` builds the module tree with its parameters on the meta device and real buffers; `LazyWeights` knows in which
+file each tensor lies. What a pass has changed lies in files of its own, which `overlay` puts before the source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ..optimizer.errors import RunError
+from .packed_load import build_empty, ignorable
+from .tensor_files import Stored, locate, read_stored
+from .weight_files import weight_files
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class LazyWeights:
+    """The stored tensors of a model on the meta device, by their names in its state dict.
+
+    aliases: tied names, and the name under which their tensor is stored. Floating-point tensors are converted to
+    `dtype` as they are read, those of the source only; each of the source's is checked once for NaN and infinity.
+    """
+
+    def __init__(
+        self, module: nn.Module, stored: dict[str, Stored], aliases: dict[str, str], dtype: torch.dtype, source: str
+    ) -> None:
+        self.module, self.stored, self.aliases, self.dtype, self.source = module, stored, aliases, dtype, source
+        self._overlaid: set[str] = set()
+        self._finite: set[str] = set()
+
+    def place(self, name: str) -> Stored:
+        """Where the tensor of that state-dict name lies. Raises RunError where no file has it."""
+        found = self.stored.get(self.aliases.get(name, name))
+        if found is None:
+            raise RunError(f"no weight file has {name}", self.source)
+        return found
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name, on the CPU. Raises RunError where a value of the source is NaN or infinite."""
+        import torch
+
+        key = self.aliases.get(name, name)
+        tensor = read_stored(self.place(name))
+        if key in self._overlaid or not tensor.is_floating_point():
+            return tensor
+        if key not in self._finite:
+            finite = torch.isfinite(tensor)
+            if not bool(finite.all()):
+                count = int((~finite).sum())
+                raise RunError(f"{key} has {count} values that are NaN or infinite", self.source, "Restore the weights")
+            self._finite.add(key)
+        return tensor.to(self.dtype)
+
+    def load(self, *names: str) -> None:
+        """Fill the modules of these names (`""` is the whole model), with everything below them."""
+        for full, owner, leaf, table in _tensors(self.module, names):
+            current = table[leaf]
+            if current.is_meta:
+                tensor = self._shared(full)
+                _put(owner, leaf, tensor if tensor is not None else self.read(full))
+
+    def release(self, *names: str) -> None:
+        """Empty the modules of these names: their stored tensors go back to the meta device."""
+        for full, owner, leaf, table in _tensors(self.module, names):
+            if not table[leaf].is_meta and self.aliases.get(full, full) in self.stored:
+                _put(owner, leaf, table[leaf].detach().to("meta"))
+
+    @contextmanager
+    def loaded(self, *names: str) -> Iterator[None]:
+        """Fill these modules for the duration. What was filled before stays filled."""
+        before = {full for full, _, leaf, table in _tensors(self.module, names) if not table[leaf].is_meta}
+        self.load(*names)
+        try:
+            yield
+        finally:
+            for full, owner, leaf, table in _tensors(self.module, names):
+                if full not in before and not table[leaf].is_meta and self.aliases.get(full, full) in self.stored:
+                    _put(owner, leaf, table[leaf].detach().to("meta"))
+
+    def overlay(self, files: Iterable[Path], aliases: Mapping[str, str] | None = None) -> None:
+        """Let the tensors of `files` take the place of the stored ones of the same names.
+
+        A tied name that a file holds is tied no more; `aliases` are ties within the files.
+        """
+        found = locate(files)
+        self.stored.update(found)
+        self._overlaid.update(found)
+        for name in found:
+            self.aliases.pop(name, None)
+        self.aliases.update(aliases or {})
+
+    def forget(self) -> None:
+        """Drop stored tensors that the model no longer has, such as the weight of a layer that was packed."""
+        names = {self.aliases.get(name, name) for name in self.module.state_dict()}
+        self.stored = {name: place for name, place in self.stored.items() if name in names}
+
+    def _shared(self, name: str) -> torch.Tensor | None:
+        """The tensor of a name tied to this one, where that is filled already."""
+        key = self.aliases.get(name, name)
+        for other in [key, *(alias for alias, target in self.aliases.items() if target == key)]:
+            if other == name:
+                continue
+            path, _, leaf = other.rpartition(".")
+            try:
+                tensor = self.module.get_submodule(path)._parameters.get(leaf)
+            except AttributeError:
+                continue
+            if tensor is not None and not tensor.is_meta:
+                return tensor
+        return None
+
+
+def open_lazy(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, source: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, LazyWeights] | str:
+    """The folder's model without its weights, in eval mode; or a sentence that says why it must be loaded whole.
+
+    That is so where the tensors of the files are not those of the modules (transformers merges or renames some as it
+    loads), or where some are kept in another dtype.
+    """
+    module = build_empty(config, dtype, trust_remote_code)
+    stored = {name: place for name, place in locate(weight_files(folder)).items() if not ignorable(module, name)}
+    if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
+        return "some of its modules are kept in float32"
+    names = module.state_dict()
+    aliases = _ties(module, stored)
+    unknown = sorted(set(stored) - set(names))
+    absent = sorted(name for name in names if aliases.get(name, name) not in stored)
+    if unknown or absent:
+        what = f"has {unknown[0]}" if unknown else f"lacks {absent[0]}"
+        return f"the weight files do not hold the model's tensors as they are (their list {what})"
+    weights = LazyWeights(module, stored, aliases, dtype, source)
+    for name, tensor in list(names.items()):
+        if tuple(tensor.shape) != weights.place(name).shape:
+            return f"{name} is stored in another shape"
+        if not tensor.is_meta:  # a persistent buffer
+            path, _, leaf = name.rpartition(".")
+            _put(module.get_submodule(path), leaf, weights.read(name))
+    return module.eval(), weights
+
+
+def outside_blocks(module: nn.Module, blocks_name: str) -> list[str]:
+    """Names of the modules that hold tensors of their own outside the decoder blocks."""
+    prefix = f"{blocks_name}."
+    return [
+        name
+        for name, child in module.named_modules()
+        if not name.startswith(prefix) and name != blocks_name and (child._parameters or child._buffers)
+    ]
+
+
+def _ties(module: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, str]:
+    """Tied names → the name whose tensor stands for both. Where the files hold both and they are equal, one is dropped
+    from `stored`; where they differ, they are not tied.
+    """
+    import torch
+
+    aliases = {}
+    for target, source in module.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if target in stored and source in stored:
+            if not torch.equal(read_stored(stored[target]), read_stored(stored[source])):
+                continue
+            del stored[target]
+        if target not in stored and source in stored:
+            aliases[target] = source
+        elif source not in stored and target in stored:
+            aliases[source] = target
+    return aliases
+
+
+def _tensors(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module, str, dict[str, torch.Tensor]]]:
+    """Full name, owner, own name and table of every parameter and persistent buffer below the named modules."""
+    seen = set()
+    for name in names:
+        for path, owner in module.get_submodule(name).named_modules(prefix=name, remove_duplicate=False):
+            for table in (owner._parameters, owner._buffers):
+                for leaf, tensor in list(table.items()):
+                    full = f"{path}.{leaf}" if path else leaf
+                    if tensor is None or leaf in owner._non_persistent_buffers_set or full in seen:
+                        continue
+                    seen.add(full)
+                    yield full, owner, leaf, cast("dict[str, torch.Tensor]", table)
+
+
+def _put(owner: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
+    """Make `tensor` the parameter or buffer `leaf` of its owner."""
+    from torch import nn
+
+    if leaf not in owner._parameters:
+        owner._buffers[leaf] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        owner._parameters[leaf] = tensor
+    else:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
