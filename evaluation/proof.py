@@ -67,15 +67,19 @@ def prove(
 
 def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> dict[str, Any]:
     """What the fresh process does; see `prove`. Raises LlmoptError where the artifact does not hold."""
+    from ..runtime.linear_settings import applied, require_applied
     from ..runtime.llm import LLM
     from ..runtime.open import open_model
     from .memory import peak_rss
     from .speed import measure_speed
 
     start = time.perf_counter()
-    opened = open_model(folder, settings.device, settings.dtype, trust_remote_code=settings.trust_remote_code)
+    device = proof_device(folder, settings.device)
+    opened = open_model(folder, device, settings.dtype, trust_remote_code=settings.trust_remote_code)
     load_seconds = time.perf_counter() - start
     with LLM.from_opened(opened, engine=settings.engine, release=True) as llm:  # type: ignore[arg-type]
+        if reference is not None:
+            require_applied(opened.runtime.linear, llm.runner, str(folder))
         perplexity, divergence = compare(llm, reference) if reference is not None else (None, None)
         samples = speak(llm, settings.prompts, settings.new_tokens)
         speed = measure_speed(llm, new_tokens=settings.new_tokens, rounds=settings.rounds) if settings.speed else None
@@ -84,6 +88,7 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
             "backend": llm.backend,
             "device": str(llm.module.device),
             "dtype": str(llm.module.dtype).removeprefix("torch."),
+            "linear": applied(llm.runner).model_dump(),
             "notes": llm.notes,
             "environment": environment(),
             "samples": samples,
@@ -97,6 +102,16 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
         "load_seconds": round(load_seconds, 3),
         "certificate": certificate,
     }
+
+
+def proof_device(folder: Path, wanted: str) -> str:
+    """Where an artifact is measured: `wanted`, but the CPU for `auto` where the RuntimeSpec asks for arithmetic that
+    only the native CPU engine has, so that what is judged is what was asked for."""
+    from ..runtime.artifact import read_manifest, runtime_spec
+
+    if wanted == "auto" and runtime_spec(folder, read_manifest(folder)).linear.asked():
+        return "cpu"
+    return wanted
 
 
 def compare(llm: LLM, reference: Path) -> tuple[dict[str, Any], dict[str, Any]]:

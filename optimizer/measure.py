@@ -49,7 +49,14 @@ def prove_and_compare(
     before = dict(before)
     if recipe.evaluate.speed:
         source = prove(
-            info.source.folder, None, {**settings, "dtype": recipe.dtype, "prompts": settings["prompts"][:1]}
+            info.source.folder,
+            None,
+            {
+                **settings,
+                "dtype": recipe.dtype,
+                "device": proof["certificate"]["device"],
+                "prompts": settings["prompts"][:1],
+            },
         )
         before.update(_speed(source))
         before["peak_rss_bytes"] = source["memory"]["peak_rss"]

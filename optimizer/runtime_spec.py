@@ -10,6 +10,8 @@ AttentionBackend = Literal["auto", "flash_attn", "sdpa", "eager"]
 KVCacheKind = Literal["dynamic", "paged", "static", "sliding", "offloaded"]
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8", "int4"]
 DraftKind = Literal["none", "ngram", "model"]
+ActivationFormat = Literal["none", "int8"]
+HeadFormat = Literal["stored", "int8", "int4"]
 
 
 class Spec(BaseModel):
@@ -42,12 +44,32 @@ class DraftSpec(Spec):
     sha256: str | None = Field(None, description="Hash of the draft model's source when it was paired.")
 
 
+class LinearSpec(Spec):
+    """How linear layers compute, beyond what their stored weights say. Engines that cannot do it say so at load."""
+
+    activation: ActivationFormat = Field(
+        "none",
+        description="`int8`: activations are quantized at run time, each token and weight group by itself, wherever "
+        "the weight is integer; `none`: they enter the products as they are.",
+    )
+    lm_head: HeadFormat = Field(
+        "stored",
+        description="The head's weights: as stored, or quantized at load (`int8`: one scale a row, `int4`: groups "
+        "of 32).",
+    )
+
+    def asked(self) -> dict[str, str]:
+        """The settings that are not the default."""
+        return {name: value for name, value in self.model_dump().items() if value not in ("none", "stored")}
+
+
 class RuntimeSpec(Spec):
-    """Attention backend, KV cache and speculation that an artifact is meant to run with."""
+    """Attention backend, KV cache, speculation and arithmetic that an artifact is meant to run with."""
 
     version: Literal[1] = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Activation element type.")
     attention: AttentionSpec = Field(default_factory=AttentionSpec)
     kv_cache: KVCacheSpec = Field(default_factory=KVCacheSpec)
     draft: DraftSpec = Field(default_factory=DraftSpec)
+    linear: LinearSpec = Field(default_factory=LinearSpec)
     extra: dict[str, Any] = Field(default_factory=dict, description="Settings of passes outside llmopt, by pass name.")

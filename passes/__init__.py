@@ -5,11 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_CLASSES = {"Draft": "draft", "FlashAttention": "attention", "KVCache": "kv_cache", "Quantize": "quantize"}
+_CLASSES = {
+    "Activation": "activation",
+    "Draft": "draft",
+    "FlashAttention": "attention",
+    "KVCache": "kv_cache",
+    "Quantize": "quantize",
+}
 
 __all__ = sorted(_CLASSES)
 
 if TYPE_CHECKING:
+    from .activation import Activation
     from .attention import FlashAttention
     from .draft import Draft
     from .kv_cache import KVCache

@@ -38,9 +38,11 @@ class NativeBackend:
         from .engine.engine import Engine
         from .engine.loop import EngineLoop
         from .engine.scheduler_config import SchedulerConfig
+        from .linear_settings import linear_notes, linear_options
 
         spec = opened.runtime
-        kind, for_runner, limits = sort_options(options)
+        kind, given, limits = sort_options(options)
+        for_runner = linear_options(spec.linear, given)
         scheduler = SchedulerConfig(**{"prefix_caching": spec.kv_cache.prefix_caching, **limits})
         for_runner.update(max_num_batched_tokens=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
         if spec.kv_cache.block_size is not None:
@@ -48,6 +50,7 @@ class NativeBackend:
         drafter = make_drafter(spec.draft, opened.folder, opened.module, opened.module.dtype) if draft else None
         runner = make_runner(opened, kind, release, for_runner)
         self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
+        self.notes += linear_notes(spec.linear, runner, given)
         self.context_length: int | None = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.extra_weight_bytes = getattr(getattr(runner, "decoder", None), "weight_bytes", 0)
