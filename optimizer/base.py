@@ -18,6 +18,7 @@ from .events import Event, Listener, silent
 
 if TYPE_CHECKING:
     from .calibration import Calibration
+    from .checkpoint import Checkpoint
     from .model import LoadedModel, ModelInfo
 
 
@@ -70,7 +71,9 @@ class Context:
     info: the model's description as loaded from its headers.
     calibration: token batches, made at first use; raises where the recipe's text is empty.
     seed: seeds every random number of the stage; workdir: a scratch folder that is removed after the run.
-    notes: what `note` recorded; fallbacks end in the manifest.
+    notes: what `note` recorded; fallbacks end in the manifest. checkpoint: where a pass that works in steps commits
+    them, so that a run that was killed goes on there; None where nothing is kept. max_memory: bytes that the process
+    may have; None for what the machine has.
     """
 
     info: ModelInfo
@@ -81,6 +84,8 @@ class Context:
     listener: Listener = silent
     notes: list[dict[str, str]] = field(default_factory=list)
     cancelled: Callable[[], bool] = lambda: False
+    checkpoint: Checkpoint | None = None
+    max_memory: int | None = None
 
     def progress(self, step: int, total: int, message: str = "", **data: Any) -> None:
         """Report that step `step` of `total` is done (1-based); `data` goes to the JSON log."""
@@ -131,6 +136,10 @@ class Pass(Plugin):
     changes_weights: ClassVar[bool] = True
     """Whether `run` may change tensors. A pass that only writes the RuntimeSpec says False: its result is then cached
     without a copy of the weights."""
+    streams: ClassVar[bool] = False
+    """Whether `run` takes a lazy model, whose weights stay in their files (see `LoadedModel.loaded`): it reads modules
+    one at a time and, where it changes weights, commits the changed tensors to `context.checkpoint` and overlays them.
+    Before a pass that says False the whole model is read into memory."""
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()

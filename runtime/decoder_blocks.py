@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..optimizer.errors import RunError
+from .tensor_files import Stored, read_stored
 
 
 class StopForward(Exception):
@@ -39,19 +40,62 @@ class BlockCall:
         return output if isinstance(output, torch.Tensor) else output[0]
 
 
-@dataclass
 class CapturedBatch:
-    """One batch on its way through the blocks: the current hidden state, and how each block is called.
+    """One batch on its way through the blocks: its states, and how each block is called.
 
-    original: the hidden state in the unquantized model, where that is followed too; followed: the same after the
-    current block. extra: what blocks return beside the hidden state, where they return a tuple.
+    hidden: the current hidden state [B, L, H]. original: the same in the unquantized model, where that is followed too;
+    followed: that after the current block. extra: what blocks return beside the hidden state, where they return a
+    tuple. `hidden` and `original` may be left in a file, which is then read at each access.
     """
 
-    hidden: torch.Tensor
-    calls: list[BlockCall]
-    original: torch.Tensor | None = None
-    followed: torch.Tensor | None = None
-    extra: tuple[Any, ...] | None = None
+    def __init__(self, hidden: torch.Tensor, calls: list[BlockCall], extra: tuple[Any, ...] | None = None) -> None:
+        self.calls, self.extra, self.device = calls, extra, hidden.device
+        self.followed: torch.Tensor | None = None
+        self._states: dict[str, torch.Tensor | Stored | None] = {"hidden": hidden, "original": None}
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        state = self._state("hidden")
+        assert state is not None
+        return state
+
+    @hidden.setter
+    def hidden(self, state: torch.Tensor) -> None:
+        self._states["hidden"] = state
+
+    @property
+    def original(self) -> torch.Tensor | None:
+        return self._state("original")
+
+    @original.setter
+    def original(self, state: torch.Tensor | None) -> None:
+        self._states["original"] = state
+
+    def leave_in_file(self, name: str, place: Stored) -> None:
+        """Let the state `hidden` or `original` be what lies at `place`."""
+        self._states[name] = place
+
+    def _state(self, name: str) -> torch.Tensor | None:
+        state = self._states[name]
+        return read_stored(state).to(self.device) if isinstance(state, Stored) else state
+
+    def share_arguments(self, other: CapturedBatch) -> None:
+        """Take the tensors of another batch's calls (masks, rotary embeddings) where this one's are equal to them."""
+        same: dict[int, torch.Tensor] = {}
+
+        def shared(mine: Any, theirs: Any) -> Any:
+            if isinstance(mine, (tuple, list)) and type(mine) is type(theirs) and len(mine) == len(theirs):
+                return type(mine)(shared(m, t) for m, t in zip(mine, theirs))
+            if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+                return mine
+            if id(mine) not in same:
+                alike = mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+                same[id(mine)] = theirs if alike else mine
+            return same[id(mine)]
+
+        for call, others in zip(self.calls, other.calls):
+            call.args = shared(call.args, others.args)
+            call.kwargs = {key: shared(value, others.kwargs.get(key)) for key, value in call.kwargs.items()}
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:

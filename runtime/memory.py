@@ -1,7 +1,9 @@
-"""Bytes that a model's weights hold in memory."""
+"""Bytes that a model's weights hold in memory, and bytes that are left."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,3 +39,22 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
             values = value if isinstance(value, (tuple, list)) else (value,)
             found += [v for v in values if isinstance(v, torch.Tensor)]
     return found
+
+
+def available_memory() -> int:
+    """Bytes of physical memory that this process can still have: what the machine, or its control group, has free."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return max(0, free)
+
+
+def resident_memory() -> int:
+    """Bytes of physical memory that this process has now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime.decoder_blocks import CapturedBatch, StopForward
+from ...runtime.decoder_blocks import CapturedBatch, StopForward, logits_after
 from .hessian import HessianCollector, InputGroup
 
 
@@ -52,14 +52,23 @@ def call_order(block: nn.Module, index: int, layers: Mapping[str, nn.Module], ba
     return [group.names for group in collect(block, index, layers, [batch])]
 
 
-def collect_outside(model: nn.Module, name: str, batches: Sequence[torch.Tensor]) -> InputGroup:
-    """The Hessian of one layer outside the blocks over token batches int64 [B, L]; the model runs up to that layer."""
+def collect_outside(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    name: str,
+    batches: Sequence[torch.Tensor],
+    captured: Sequence[CapturedBatch],
+) -> InputGroup:
+    """The Hessian of one layer outside the blocks, whose states in `captured` are those after the last block.
+
+    batches: the token ids, int64 [B, L]. No block computes, and the model runs only up to that layer.
+    """
     layer = model.get_submodule(name)
     collector = HessianCollector({name: layer})
     with collector.hooks(), stop_after_input(layer):
-        for batch in batches:
+        for ids, batch in zip(batches, captured):
             with suppress(StopForward):
-                model(input_ids=batch.to(layer.weight.device), use_cache=False)
+                logits_after(model, blocks, ids, batch)
             collector.flush()
     return collector.groups[0]
 

@@ -2,71 +2,204 @@
 
 For every block: run it on all calibration batches with hooks that gather the Hessians of its linear layers, quantize
 those layers, run it again to hand its now quantized outputs on (the stages of `stages.py`). Only the current block's
-Hessians and one hidden state per batch are held. The result depends on weights, tokens and options alone: there is no
-randomness.
+Hessians and one hidden state per batch are held; of a lazy model only the current block's weights, too. Every finished
+block is committed to the context's checkpoint, and a run that finds some goes on after them. The result depends on
+weights, tokens and options alone: there is no randomness.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from ...optimizer.errors import RunError
-from ...runtime.decoder_blocks import capture, evaluation_mode, find_blocks, join_batches
+from ...runtime.decoder_blocks import CapturedBatch, capture, evaluation_mode, find_blocks, join_batches
+from ...runtime.lazy import outside_blocks
 from .apply import check_weight, rtn_module
-from .collect import collect_outside
+from .collect import call_order, collect_outside
 from .config import CALIBRATED
+from .live import LiveStates
+from .preflight import Preflight, preflight, weights_of
 from .rounding import round_group
 from .stages import STAGES, BlockWork
+from .steps import FinishedSteps, Lines
 
 if TYPE_CHECKING:
     from ...optimizer.base import Context
+    from ...optimizer.model import LoadedModel
     from .config import Config
     from .targets import Target
 
 
-def quantize_blocks(model: nn.Module, targets: list[Target], config: Config, context: Context) -> list[dict[str, Any]]:
-    """Quantize `targets` in the order in which the model runs them; returns a report line for each.
+def quantize_blocks(
+    model: LoadedModel, targets: list[Target], config: Config, context: Context, restore: Callable[[Lines], None]
+) -> tuple[Lines, Preflight | None]:
+    """Quantize `targets` block by block; returns a report line for each, and the preflight where there is calibration.
 
-    What lies outside the blocks (the output head, say) comes last, calibrated on the quantized model. Raises RunError
-    on an empty calibration, NaN or infinite weights or activations, and a Hessian that does not factorize.
+    What lies outside the blocks (the output head, say) comes last. restore: see `FinishedSteps`. Raises RunError on an
+    empty calibration, NaN or infinite weights or activations, a Hessian that does not factorize, and a block that does
+    not fit into memory.
     """
-    batches = context.calibration.batches()
-    if not batches or sum(batch.numel() for batch in batches) == 0:
-        raise RunError("the calibration has no tokens", where="quantize", what_to_do="Give a text that is not empty.")
-    blocks_name, blocks = find_blocks(model)
-    inside, outside = by_block(targets, blocks_name, len(blocks))
-    lines: list[dict[str, Any]] = []
-    with torch.no_grad(), evaluation_mode(model):
-        captured = capture(model, blocks, join_batches(batches, config.batch_tokens))
-        total = len(blocks) + bool(outside)
-        for index, block in enumerate(blocks):
-            if context.cancelled():
-                raise RunError("the run was cancelled", where=f"{blocks_name}.{index}")
-            started = time.perf_counter()
-            work = BlockWork(model, config, index, block, inside[index], captured)
-            for stage in STAGES:
-                stage(work)
-            lines += work.lines
-            before, after = mean_errors(work.lines)
-            context.progress(
-                index + 1,
-                total,
-                f"block {index + 1} of {len(blocks)}",
-                error_before=before,
-                error_after=after,
-                seconds=round(time.perf_counter() - started, 3),
-            )
-            for batch in captured:
-                batch.calls[index] = None  # frees what only this block was called with
-        for target in outside:
-            lines += quantize_outside(model, target, batches, config)
-        if outside:
-            context.progress(total, total, "outside the blocks")
-    return lines
+    run = _Run(model, targets, config, context, FinishedSteps(model, context.checkpoint, restore))
+    with torch.no_grad(), evaluation_mode(model.module):
+        return run.execute()
+
+
+class _Run:
+    """One run over the blocks of a model."""
+
+    def __init__(
+        self, model: LoadedModel, targets: list[Target], config: Config, context: Context, steps: FinishedSteps
+    ) -> None:
+        self.model, self.module, self.config, self.context, self.steps = model, model.module, config, context, steps
+        self.name, self.blocks = find_blocks(self.module)
+        self.inside, self.outside = by_block(targets, self.name, len(self.blocks))
+        self.calibrated = [target for target in targets if target.method in CALIBRATED]
+        self.batches: list[torch.Tensor] = []
+        self.captured: list[CapturedBatch] = []
+        self.live = LiveStates()
+
+    def execute(self) -> tuple[Lines, Preflight | None]:
+        if self.calibrated:
+            self.batches = self._batches()
+        lines = self.steps.resume()
+        done, total = self.steps.done, len(self.blocks) + bool(self.outside)
+        if done:
+            self.context.progress(done, total, f"{done} blocks were finished by an earlier run")
+        last = self._last_calibrated()
+        checked = self._capture(done, last) if done <= last else None
+        for index in range(done, len(self.blocks)):
+            lines += self._block(index, last, total)
+        for number, target in enumerate(self.outside):
+            if len(self.blocks) + number >= done:
+                lines += self._outside(target)
+        if self.outside:
+            self.context.progress(total, total, "outside the blocks")
+        return lines, checked
+
+    def _batches(self) -> list[torch.Tensor]:
+        batches = self.context.calibration.batches()
+        if not batches or sum(batch.numel() for batch in batches) == 0:
+            what = "the calibration has no tokens"
+            raise RunError(what, where="quantize", what_to_do="Give a text that is not empty.")
+        return join_batches(batches, self.config.batch_tokens)
+
+    def _last_calibrated(self) -> int:
+        """Number of the last step that needs the batches' states; -1 where none does."""
+        if any(target.method in CALIBRATED for target in self.outside):
+            return len(self.blocks) + len(self.outside)
+        needs = [any(target.method in CALIBRATED for target in targets) for targets in self.inside]
+        return max((index for index, need in enumerate(needs) if need), default=-1)
+
+    def _capture(self, done: int, last: int) -> Preflight:
+        """Record how the blocks are called, bring the batches' states to where `done` steps left them, and find out
+        whether the run will fit. Where the states are to be left in files, they are from the start.
+        """
+        checkpoint, checked = self.steps.checkpoint, None
+        for number, ids in enumerate(self.batches):
+            with self.model.loaded(*self._around(), f"{self.name}.0"):
+                batch = capture(self.module, self.blocks, [ids])[0]
+            self.captured.append(batch)
+            if checked is None:
+                checked = self._preflight(batch, done, last)
+                self.live.offload = checked.offload and checkpoint is not None
+                self.live.begin(checkpoint.scratch("start") if checkpoint and self.live.offload else None)
+            batch.share_arguments(self.captured[0])
+            self.live.keep(number, batch)
+        if checkpoint is not None and checkpoint.live is not None:
+            self.live.resume(checkpoint.live, self.captured)
+        assert checked is not None
+        return checked
+
+    def _preflight(self, batch: CapturedBatch, done: int, last: int) -> Preflight:
+        """Try the first calibrated block on one batch, and hold the widest one against the memory there is."""
+        inside = {f"{self.name}.{i}": own for i, own in enumerate(self.inside) if done <= i <= last}
+        calibrated = {name: [t for t in own if t.method in CALIBRATED] for name, own in inside.items()}
+        tried = next((name for name, own in calibrated.items() if own), None)
+        groups = [[target] for target in self.calibrated]
+        if tried is not None:
+            with self.model.loaded(tried):
+                own = {target.name: target for target in calibrated[tried]}
+                layers = {name: self.module.get_submodule(name) for name in own}
+                block = self.module.get_submodule(tried)
+                order = call_order(block, int(tried.rpartition(".")[2]), layers, batch)
+                groups = [[own[name] for name in names] for names in order]
+        checked = preflight(
+            {name: weights_of(self.module.get_submodule(name)) for name in inside} or {self.name: 0},
+            [target for own in calibrated.values() for target in own] or self.calibrated,
+            groups,
+            batch,
+            sum(ids.numel() for ids in self.batches),
+            self.context.max_memory,
+        )
+        checked.check()
+        return checked
+
+    def _block(self, index: int, last: int, total: int) -> Lines:
+        """Quantize one block and commit it."""
+        name, targets = f"{self.name}.{index}", self.inside[index]
+        if self.context.cancelled():
+            raise RunError("the run was cancelled", where=name)
+        started = time.perf_counter()
+        lines: Lines = []
+        if targets or index < last:
+            folder = self._next_live(index < last)
+            with self.model.loaded(name):
+                captured = self.captured if index <= last else []
+                block = self.module.get_submodule(name)
+                work = BlockWork(
+                    self.module, self.config, index, block, targets, captured, self.live, last=index >= last
+                )
+                for stage in STAGES:
+                    stage(work)
+                lines = work.lines
+                self.steps.save([name], lines, folder)
+        else:
+            self.steps.save([], [])
+        before, after = mean_errors(lines)
+        self.context.progress(
+            index + 1,
+            total,
+            f"block {index + 1} of {len(self.blocks)}",
+            error_before=before,
+            error_after=after,
+            seconds=round(time.perf_counter() - started, 3),
+        )
+        for batch in self.captured:
+            batch.calls[index] = None  # type: ignore[call-overload]  # frees what only this block was called with
+        if index >= last:
+            self.captured = []
+        return lines
+
+    def _next_live(self, wanted: bool) -> Path | None:
+        folder = self.steps.checkpoint.next_live() if self.steps.checkpoint is not None and wanted else None
+        self.live.begin(folder)
+        return folder
+
+    def _outside(self, target: Target) -> Lines:
+        """Quantize one layer outside the blocks, on the quantized blocks' outputs, and commit it."""
+        calibrated = target.method in CALIBRATED
+        names = self._around(head=True) if calibrated else [target.name]
+        with self.model.loaded(*names):
+            check_weight(target.name, self.module.get_submodule(target.name))
+            if calibrated:
+                group = collect_outside(self.module, self.blocks, target.name, self.batches, self.captured)
+                lines = round_group(self.module, [target], group, self.config)
+            else:
+                lines = [rtn_module(self.module, target, self.config.scale_search)]
+            checkpoint = self.steps.checkpoint
+            self.steps.save([target.name], lines, checkpoint.live if checkpoint is not None else None)
+        return lines
+
+    def _around(self, head: bool = False) -> list[str]:
+        """Names of what lies outside the blocks; without the head unless asked for."""
+        own = self.module.get_output_embeddings()  # type: ignore[operator]
+        names = outside_blocks(self.module, self.name)
+        return [name for name in names if head or self.module.get_submodule(name) is not own]
 
 
 def by_block(targets: list[Target], blocks_name: str, count: int) -> tuple[list[list[Target]], list[Target]]:
@@ -82,18 +215,7 @@ def by_block(targets: list[Target], blocks_name: str, count: int) -> tuple[list[
     return inside, outside
 
 
-def quantize_outside(
-    model: nn.Module, target: Target, batches: list[torch.Tensor], config: Config
-) -> list[dict[str, Any]]:
-    """Quantize one layer outside the blocks on the model as it is by then; returns its report line."""
-    check_weight(target.name, model.get_submodule(target.name))
-    if target.method not in CALIBRATED:
-        return [rtn_module(model, target, config.scale_search)]
-    group = collect_outside(model, target.name, join_batches(batches, config.batch_tokens))
-    return round_group(model, [target], group, config)
-
-
-def mean_errors(lines: list[dict[str, Any]]) -> tuple[float | None, float | None]:
+def mean_errors(lines: Lines) -> tuple[float | None, float | None]:
     """Mean relative error of rounding to nearest, and of what was done, over a block's calibrated layers."""
     calibrated = [line for line in lines if "error_rtn" in line]
     if not calibrated:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...optimizer.model import LoadedModel, ModelInfo
+    from .preflight import Preflight
     from .targets import Target, Targets
 
 ASSUMED_TOKENS = 32 * 512
@@ -26,6 +27,7 @@ class Quantize(Pass):
 
     name = "quantize"
     version = "1"
+    streams: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"quantized_weights"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"quantized_weights"})
     Config = QuantizeConfig
@@ -64,7 +66,7 @@ class Quantize(Pass):
             context.note("fallback", next(n for n in targets.notes if n.startswith(f"{target.name}:")))
         started = time.perf_counter()
         untied = [target.name for target in targets.modules if target.untied]
-        layers = _quantize(model.module, targets.modules, self.config, context)
+        layers, checked = self._quantize(model, targets.modules, context)
         if untied:
             _untie(model.module)
         order = {target.name: i for i, target in enumerate(targets.modules)}
@@ -78,10 +80,33 @@ class Quantize(Pass):
                 "bytes_before": before,
                 "bytes_after": after,
                 "untied": untied,
+                "preflight": checked.as_dict() if checked is not None else None,
                 "seconds": round(time.perf_counter() - started, 2),
             },
             layers=layers,
         )
+
+    def _quantize(
+        self, model: LoadedModel, targets: list[Target], context: Context
+    ) -> tuple[list[dict[str, Any]], Preflight | None]:
+        """Quantize all targets, block by block where there is calibration or the weights are in files; see `driver`."""
+        import torch
+
+        if model.weights is not None or any(target.method in CALIBRATED for target in targets):
+            from .driver import quantize_blocks
+
+            def restore(lines: list[dict[str, Any]]) -> None:
+                self.restore(model, PassReport("", layers=lines))
+
+            return quantize_blocks(model, targets, self.config, context, restore)
+        from .apply import rtn_module
+
+        layers = []
+        with torch.no_grad():
+            for step, target in enumerate(targets, start=1):
+                layers.append(rtn_module(model.module, target, self.config.scale_search))
+                context.progress(step, len(targets), target.name, error=layers[-1]["error"])
+        return layers, None
 
     def restore(self, model: LoadedModel, report: PassReport) -> None:
         """Replace the modules that the report lists by empty packed ones, on whatever device the model is."""
@@ -100,26 +125,6 @@ class Quantize(Pass):
             model.module.set_submodule(line["name"], layer.train(linear.training))
         if report.details.get("untied"):
             _untie(model.module)
-
-
-def _quantize(
-    module: nn.Module, targets: list[Target], config: QuantizeConfig, context: Context
-) -> list[dict[str, Any]]:
-    """Quantize all targets; those outside the calibrated blocks, or all where none needs data, one by one."""
-    import torch
-
-    from .apply import rtn_module
-
-    with torch.no_grad():
-        if any(target.method in CALIBRATED for target in targets):
-            from .driver import quantize_blocks
-
-            return quantize_blocks(module, targets, config, context)
-        layers = []
-        for step, target in enumerate(targets, start=1):
-            layers.append(rtn_module(module, target, config.scale_search))
-            context.progress(step, len(targets), target.name, error=layers[-1]["error"])
-        return layers
 
 
 def _untie(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from .apply import check_weight, rtn_module
 from .collect import call_order, collect
 from .config import CALIBRATED
 from .hessian import InputGroup
+from .live import LiveStates
 from .rounding import round_group
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 class BlockWork:
     """One block on its way through the stages. `lines` are the report lines of the layers quantized so far.
 
-    original: an unquantized copy of the block, where layers are fitted to the original model's outputs.
+    original: an unquantized copy of the block, where layers are fitted to the original model's outputs. live: where the
+    states after the block go; last: whether no later block needs them.
     """
 
     model: nn.Module
@@ -39,6 +41,8 @@ class BlockWork:
     block: nn.Module
     targets: list[Target]
     captured: list[CapturedBatch]
+    live: LiveStates = field(default_factory=LiveStates)
+    last: bool = False
     original: nn.Module | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -99,11 +103,14 @@ def round_on_calibration(work: BlockWork) -> None:
 
 
 def hand_on(work: BlockWork) -> None:
-    """Replace each batch's hidden state by the output of the block as it is now."""
-    for batch in work.captured:
+    """Replace each batch's hidden state by the output of the block as it is now, unless no later block needs it."""
+    if work.last:
+        return
+    for number, batch in enumerate(work.captured):
         if work.original is not None:
             batch.original = batch.followed
         batch.hidden = batch.calls[work.index].run(work.block, batch.hidden)
+        work.live.keep(number, batch)
 
 
 STAGES: tuple[Stage, ...] = (check, transform, round_without_data, round_on_calibration, hand_on)

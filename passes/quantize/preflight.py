@@ -1,0 +1,129 @@
+"""Before the long run: will the widest block, its Hessians and the activations fit, and does the solver work here?
+
+Takes seconds: one batch runs through the first block, and one Cholesky factorization of at most `TRIED` columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...optimizer.errors import RunError
+from ...runtime.memory import available_memory, resident_memory
+from .gptq import inverse_factor
+
+if TYPE_CHECKING:
+    from ...runtime.decoder_blocks import CapturedBatch
+    from .targets import Target
+
+TRIED = 2048
+"""Columns of the largest matrix that is factorized as a trial; the time of a larger one is extrapolated."""
+SOLVER_COPIES = 6
+"""Matrices of a Hessian's size that solving a layer holds at its peak, the Hessian's own sum included."""
+ACTIVATION_COPIES = 5
+"""Float32 tensors of a batch's tokens times the widest layer that a block's forward holds."""
+WEIGHT_COPIES = 6
+"""Float32 copies of a layer's weight while it is rounded."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Bytes of each kind at the peak of the widest block, and what there is; seconds of the largest factorization.
+
+    live: the hidden states of all batches; offload: whether they go to files, because a quarter of what is available
+    does not hold them.
+    """
+
+    block: str
+    weights: int
+    hessians: int
+    solver: int
+    activations: int
+    live: int
+    available: int
+    offload: bool
+    cholesky_columns: int
+    cholesky_seconds: float
+
+    @property
+    def needed(self) -> int:
+        """Bytes on top of what the process has now."""
+        live = 0 if self.offload else self.live
+        return self.weights + self.hessians + self.solver + self.activations + live
+
+    def check(self) -> None:
+        """Raise RunError with the figures where the block will not fit."""
+        if self.needed <= self.available:
+            return
+        parts = ("weights", "hessians", "solver", "activations", *(() if self.offload else ("live",)))
+        figures = ", ".join(f"{name} {getattr(self, name) / 2**20:,.0f}" for name in parts)
+        raise RunError(
+            f"quantizing it needs about {self.needed / 2**20:,.0f} MiB ({figures}) and "
+            f"{self.available / 2**20:,.0f} MiB are available",
+            where=self.block,
+            what_to_do="Allow more memory, lower `batch_tokens`, or ignore the widest layers.",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as the report keeps them."""
+        return {**asdict(self), "needed": self.needed, "cholesky_seconds": round(self.cholesky_seconds, 3)}
+
+
+def preflight(
+    block_bytes: Mapping[str, int],
+    targets: Sequence[Target],
+    groups: Sequence[Sequence[Target]],
+    batch: CapturedBatch,
+    num_tokens: int,
+    max_memory: int | None,
+) -> Preflight:
+    """Estimate the peak of quantizing one block and try a factorization of the largest Hessian.
+
+    block_bytes: weights of every block to come, by name. targets: their calibrated layers. groups: those of one block
+    by equal inputs, as a trial run saw them. batch: the first; num_tokens: of all batches. max_memory: bytes that the
+    process may have.
+    """
+    block, weights = max(block_bytes.items(), key=lambda item: item[1])
+    columns = max(target.in_features for target in targets)
+    stack = max(sum(target.num_weights for target in group) for group in groups)
+    hidden = batch.hidden
+    tokens = hidden.shape[0] * hidden.shape[1]
+    widest = max(max(target.in_features, target.out_features) for target in targets)
+    live = hidden.nbytes // tokens * num_tokens
+    free = available_memory() if hidden.device.type == "cpu" else torch.cuda.mem_get_info(hidden.device)[0]
+    allowed = free if max_memory is None else min(free, max_memory - resident_memory())
+    tried = min(columns, TRIED)
+    seconds = _factorize(tried, hidden.device) * (columns / tried) ** 3
+    return Preflight(
+        block=block,
+        weights=weights,
+        hessians=sum(4 * group[0].in_features ** 2 for group in groups),
+        solver=(SOLVER_COPIES - 1) * 4 * columns**2 + WEIGHT_COPIES * 4 * stack,
+        activations=ACTIVATION_COPIES * 4 * tokens * widest,
+        live=live,
+        available=max(0, allowed),
+        offload=live > allowed / 4,
+        cholesky_columns=columns,
+        cholesky_seconds=seconds,
+    )
+
+
+def weights_of(block: nn.Module) -> int:
+    """Bytes of a block's tensors, on whatever device they are."""
+    return sum(tensor.nbytes for tensor in block.state_dict().values())
+
+
+def _factorize(columns: int, device: torch.device) -> float:
+    """Seconds to factorize a matrix of that size. Raises RunError where this machine's solver does not."""
+    matrix = torch.eye(columns, device=device).add_(1.0 / columns)
+    started = time.perf_counter()
+    factor, _ = inverse_factor(matrix, torch.zeros(columns, dtype=torch.bool, device=device), 0.01)
+    seconds = time.perf_counter() - started
+    if not bool(torch.isfinite(factor).all()):
+        raise RunError("the Cholesky factorization of a well-conditioned matrix failed", where="torch.linalg")
+    return seconds
