@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from ...optimizer.errors import RunError
-from ...runtime.kernels.packed import PackedLinear
-from .rtn import Quantized, quantize_rtn
+from ...runtime.kernels.formats import QuantizedLinear, layer_class, scale_values
+from .data_free import METHODS, fused_with
+from .fp8 import FloatQuantized
+from .rtn import Quantized
 from .targets import Target
 
 
@@ -19,31 +21,34 @@ def check_weight(name: str, linear: nn.Module) -> None:
         raise RunError("the weight has NaN or infinite values", where=name, what_to_do="Check the weight file.")
 
 
-def replace_linear(model: nn.Module, target: Target, quantized: Quantized) -> PackedLinear:
-    """Put a PackedLinear in the place of the target's linear layer. Raises RunError where a scale is not finite."""
-    if not bool(torch.isfinite(quantized.scales).all()):
+def replace_linear(model: nn.Module, target: Target, quantized: Quantized | FloatQuantized) -> QuantizedLinear:
+    """Put a quantized layer in the place of the target's linear one. Raises RunError where a scale is not finite."""
+    if not bool(torch.isfinite(quantized.scales.float()).all()):
         raise RunError(
             f"a scale is not finite in {quantized.scales.dtype}",
             where=target.name,
             what_to_do="Skip this module by `ignore`, or load the model in a wider dtype.",
         )
     linear = model.get_submodule(target.name)
-    packed = PackedLinear.from_linear(linear, quantized.codes, quantized.scales, quantized.zeros, target.scheme)
+    offset = quantized.zeros if isinstance(quantized, Quantized) else quantized.global_scale
+    packed = layer_class(target.scheme).from_linear(linear, quantized.codes, quantized.scales, offset, target.scheme)
     packed.train(linear.training)
     model.set_submodule(target.name, packed)
     return packed
 
 
 def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str, Any]:
-    """Quantize one module by rounding to nearest and return its line of the report."""
+    """Quantize one module by a method that needs no calibration and return its line of the report."""
     linear = model.get_submodule(target.name)
     check_weight(target.name, linear)
     weight = linear.weight.detach()
-    quantized = quantize_rtn(weight, target.scheme, weight.dtype, search_steps)
+    quantized = METHODS[target.method](weight, target.scheme, search_steps, fused_with(model, target.name))
     packed = replace_linear(model, target, quantized)
     values = weight.float()
+    exact = isinstance(quantized, Quantized)
+    rounded = quantized.dequantize(target.scheme.bits) if exact else packed.dequantize()
     total = float(energy(values, None).sum())
-    error = float(energy(values - quantized.dequantize(target.scheme.bits), None).sum())
+    error = float(energy(values - rounded, None).sum())
     return report_line(target, packed, error=error / total if total > 0 else 0.0, weighted=False)
 
 
@@ -52,13 +57,14 @@ def energy(matrix: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
     return ((matrix if hessian is None else matrix @ hessian) * matrix).sum(1)
 
 
-def report_line(target: Target, packed: PackedLinear, **measured: Any) -> dict[str, Any]:
+def report_line(target: Target, packed: QuantizedLinear, **measured: Any) -> dict[str, Any]:
     """One module's entry in the pass report: its scheme, bytes, scale range and what was measured."""
-    scales = packed.weight_scale.detach().float().abs()
+    scales = scale_values(packed).abs()
     scheme = target.scheme
     return {
         "name": target.name,
         "method": target.method,
+        "format": scheme.format,
         "bits": scheme.bits,
         "group_size": scheme.group_size,
         "symmetric": scheme.symmetric,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...optimizer.base import Options
+from .schemes import figures
 
-Method = Literal["rtn", "gptq"]
+Method = Literal["rtn", "hqq", "gptq", "fp8", "mxfp4", "nvfp4"]
+Activations = Literal["none", "int8"]
 CALIBRATED = frozenset({"gptq"})
 """Methods that need calibration text; the others round a layer from its weight alone."""
 
@@ -34,29 +36,38 @@ class Override(Options):
     bits: int | None = Field(None, ge=2, le=8, description="As the main option, for these modules.")
     group_size: int | None = Field(None, description="As the main option, for these modules.")
     symmetric: bool | None = Field(None, description="As the main option, for these modules.")
+    activations: Activations | None = Field(None, description="As the main option, for these modules.")
     skip: bool = Field(False, description="Leave these modules as they are.")
 
     _group_size = field_validator("group_size", mode="before")(_check_group_size)
 
 
 class Config(Options):
-    """Weight-only quantization of linear layers to integers of 2 to 8 bits with a scale per group of input columns."""
+    """Quantization of linear layers: integers of 2 to 8 bits with scales of groups, W8A8, and 8- and 4-bit floats."""
 
     method: Method = Field(
         "rtn",
-        description="`rtn` rounds each weight to the nearest code and needs no data; `gptq` also corrects the weights "
-        "not yet rounded for the error made so far, on calibration text (Frantar et al. 2022).",
+        description="`rtn` rounds each weight to the nearest code and needs no data; `hqq` fits each group's grid to "
+        "its weights by half-quadratic splitting, outliers apart, without data (Badri & Shaji 2023); `gptq` also "
+        "corrects the weights not yet rounded for the error made so far, on calibration text (Frantar et al. 2022). "
+        "Nearest values of floats, without data: `fp8` (W8A8, e4m3), `mxfp4` and `nvfp4` (4 bits, weight-only).",
     )
-    bits: int = Field(4, ge=2, le=8, description="Bits of a code.")
-    group_size: int = Field(
-        64,
+    bits: int | None = Field(None, ge=2, le=8, description="Bits of a code: 4 by default, 8 where activations are too.")
+    group_size: int | None = Field(
+        None,
         description="Input columns that share a scale: a multiple of 8, or -1 (`channel`) for one scale per output "
-        "channel. Smaller groups are more exact and larger.",
+        "channel. Smaller groups are more exact and larger. By default 64, for W8A8 `channel`; mxfp4 has 32 and nvfp4 "
+        "16. With fp8, 128 stands for blocks of 128 x 128 weights and groups of 128 inputs.",
     )
-    symmetric: bool = Field(
-        True,
-        description="Whether codes are symmetric around zero. An asymmetric grid also stores a zero point of `bits` "
-        "bits for each group, and is more exact.",
+    symmetric: bool | None = Field(
+        None,
+        description="Whether codes are symmetric around zero, as they are by default. An asymmetric grid also stores a "
+        "zero point of `bits` bits for each group, and is more exact.",
+    )
+    activations: Activations = Field(
+        "none",
+        description="`int8`: W8A8, that is 8-bit symmetric weights with one scale a channel, and inputs that every "
+        "engine quantizes at run time, one scale a token. fp8 quantizes its inputs always.",
     )
     ignore: list[str] = Field(
         default_factory=list,
@@ -122,3 +133,10 @@ class Config(Options):
     )
 
     _group_size = field_validator("group_size", mode="before")(_check_group_size)
+
+    @model_validator(mode="after")
+    def _figures(self) -> Config:
+        """What is not given becomes the method's default, so that the recipe as run spells it out."""
+        found = figures(self.method, self.bits, self.group_size, self.symmetric, self.activations)
+        self.bits, self.group_size, self.symmetric = found["bits"], found["group_size"], bool(found["symmetric"])
+        return self

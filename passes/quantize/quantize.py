@@ -10,6 +10,7 @@ from ...optimizer.base import Context, ModulePlan, Pass, PassReport, PlanItem
 from ...optimizer.errors import RunError
 from .config import CALIBRATED
 from .config import Config as QuantizeConfig
+from .schemes import describe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +24,7 @@ ASSUMED_TOKENS = 32 * 512
 
 
 class Quantize(Pass):
-    """Weight-only quantization of the linear layers, packed as compressed-tensors stores them."""
+    """Quantization of the linear layers, held as compressed-tensors stores them."""
 
     name = "quantize"
     version = "1"
@@ -110,19 +111,12 @@ class Quantize(Pass):
 
     def restore(self, model: LoadedModel, report: PassReport) -> None:
         """Replace the modules that the report lists by empty packed ones, on whatever device the model is."""
-        from ...runtime.kernels.packed import PackedLinear, QuantScheme
+        from ...runtime.kernels.formats import empty_like, make_scheme
 
         for line in report.layers:
-            linear = model.module.get_submodule(line["name"])
-            layer = PackedLinear.empty(
-                linear.in_features,
-                linear.out_features,
-                QuantScheme(line["bits"], line["group_size"], line["symmetric"]),
-                bias=linear.bias is not None,
-                dtype=linear.weight.dtype,
-                device=linear.weight.device,
-            )
-            model.module.set_submodule(line["name"], layer.train(linear.training))
+            scheme = make_scheme(line["format"], line["bits"], line["group_size"], line["symmetric"])
+            layer = empty_like(model.module.get_submodule(line["name"]), scheme)
+            model.module.set_submodule(line["name"], layer)
         if report.details.get("untied"):
             _untie(model.module)
 
@@ -134,14 +128,11 @@ def _untie(module: nn.Module) -> None:
 
 
 def _module_plan(target: Target, info: ModelInfo) -> ModulePlan:
-    scheme = target.scheme
-    group = "channel" if scheme.group_size == -1 else f"group {scheme.group_size}"
-    kind = "symmetric" if scheme.symmetric else "asymmetric"
     return ModulePlan(
         name=target.name,
-        action=f"{target.method} to {scheme.bits} bits, {group}, {kind}",
+        action=f"{target.method} to {describe(target.scheme)}",
         bytes_before=0 if target.untied else target.num_weights * info.dtype_bytes,
-        bytes_after=scheme.nbytes(target.out_features, target.in_features, info.dtype_bytes),
+        bytes_after=target.scheme.nbytes(target.out_features, target.in_features, info.dtype_bytes),
     )
 
 
@@ -150,25 +141,22 @@ def _summary(targets: Targets) -> str:
         return "cannot quantize this model as asked"
     kinds: dict[str, int] = {}
     for target in targets.modules:
-        scheme = target.scheme
-        group = "channel" if scheme.group_size == -1 else f"g{scheme.group_size}"
-        kind = "sym" if scheme.symmetric else "asym"
-        label = f"{target.method} W{scheme.bits} {group} {kind}"
+        label = f"{target.method} {describe(target.scheme)}"
         kinds[label] = kinds.get(label, 0) + 1
     return ", ".join(f"{count} linear layers to {label}" for label, count in kinds.items())
 
 
 def _check(module: nn.Module, targets: list[Target], info: ModelInfo) -> tuple[int, int]:
     """Bytes of the planned modules before and after. Raises RunError where the model is not as planned."""
-    from ...runtime.kernels.packed import PackedLinear
+    from ...runtime.kernels.formats import QUANTIZED
 
-    packed = {name: m for name, m in module.named_modules() if isinstance(m, PackedLinear)}
+    packed = {name: m for name, m in module.named_modules() if isinstance(m, QUANTIZED)}
     expected = {target.name for target in targets}
     if set(packed) != expected:
         odd = sorted(set(packed) ^ expected)
         raise RunError(f"{len(packed)} modules are packed, {len(expected)} were planned", where=odd[0])
-    dtype_bytes = next(iter(packed.values())).weight_scale.element_size()
     for target in targets:
+        dtype_bytes = packed[target.name].weight_scale.element_size()
         planned = target.scheme.nbytes(target.out_features, target.in_features, dtype_bytes)
         if packed[target.name].packed_nbytes != planned:
             raise RunError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ...optimizer.errors import UsageError
 from ...runtime.kernels.packed import QuantScheme
 from .patterns import select
+from .schemes import OWN_INPUTS, make_scheme
 
 if TYPE_CHECKING:
     from ...optimizer.model import ModelInfo
@@ -81,15 +83,14 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
                         "alone: set `untie: true` to store a packed copy of it, or `lm_head: keep`"
                     )
                     continue
-        asked = settings["group_size"]
-        group_size = asked
+        scheme = _scheme(name, settings)
+        asked = scheme.group_size
         if asked != -1 and columns % asked:
             smaller = _largest_divisor(columns, asked)
-            if config.indivisible == "error" or smaller is None:
+            if config.indivisible == "error" or smaller is None or settings["method"] in ("mxfp4", "nvfp4"):
                 indivisible.append(f"{name} ({columns} input features, group size {asked})")
                 continue
-            group_size = smaller
-        scheme = QuantScheme(settings["bits"], group_size, settings["symmetric"])
+            scheme = replace(scheme, group_size=smaller)
         out.modules.append(Target(name, rows, columns, scheme, settings["method"], asked, untied))
 
     if indivisible:
@@ -133,12 +134,22 @@ def _source_can_be_quantized(info: ModelInfo, out: Targets) -> bool:
 
 
 def _settings(config: Config, overrides: list[Override]) -> dict[str, Any]:
-    keys = ("method", "bits", "group_size", "symmetric")
+    """A module's settings. An override to a format with figures of its own drops those that it would inherit."""
+    keys = ("method", "bits", "group_size", "symmetric", "activations")
     settings: dict[str, Any] = {key: getattr(config, key) for key in keys} | {"skip": False}
     for override in overrides:
+        if override.method in OWN_INPUTS or override.activations == "int8":
+            settings.update(dict.fromkeys(("bits", "group_size", "symmetric")), activations="none")
         settings.update({key: value for key in keys if (value := getattr(override, key)) is not None})
         settings["skip"] = override.skip
     return settings
+
+
+def _scheme(name: str, settings: dict[str, Any]) -> QuantScheme:
+    try:
+        return make_scheme(**{key: value for key, value in settings.items() if key != "skip"})
+    except ValueError as error:
+        raise UsageError(str(error), where=f"quantize.overrides, for {name}") from None
 
 
 def _is_tied(info: ModelInfo, head: str) -> bool:

@@ -16,6 +16,7 @@ transformers computes from the same folder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,11 @@ class QuantScheme:
     symmetric: bool = True
     g_idx: bool = False
     """Columns carry their group's number (activation order without static groups); read, never written."""
+
+    @property
+    def format(self) -> str:
+        """compressed-tensors' name of the format that stores it."""
+        return "pack-quantized"
 
     def num_groups(self, in_features: int) -> int:
         """Scales per output row. Raises ValueError where the group size does not divide `in_features`."""
@@ -90,6 +96,9 @@ def dequantize_codes(
 
 class PackedLinear(nn.Module):
     """`y = x W^T + b` with W kept packed. Make one with `from_linear`, or with `empty` to load a state dict into."""
+
+    kernel: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What computes the layer in the place of the plain arithmetic, see `linear_dispatch.install`."""
 
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
         super().__init__()
@@ -187,6 +196,8 @@ class PackedLinear(nn.Module):
         return dequantize_codes(state.codes, state.scales, state.zeros, state.bits, state.g_idx)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.kernel is not None:
+            return self.kernel(input)
         return nn.functional.linear(input, self.dequantize(), self.bias)
 
     def extra_repr(self) -> str:
