@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import RunError, UsageError
-from .chat import context_length
 from .completion import Backend
 
 if TYPE_CHECKING:
@@ -40,13 +39,11 @@ def make_backend(opened: OpenedModel, engine: str, draft: bool, release: bool, o
 
 
 def why_not_native(opened: OpenedModel) -> str | None:
-    """Why `auto` does not choose the native engine for this model, or None."""
-    from .attention.probe import unsupported_reason
-
+    """Why `auto` does not even try the native engine for this model, or None."""
     backend = opened.runtime.attention.backend
     if backend != "auto":
         return f"the attention backend {backend} is asked for by name, and the engine has its own"
-    return unsupported_reason(opened.module)
+    return None
 
 
 def check_kv_cache(opened: OpenedModel) -> None:
@@ -72,7 +69,7 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
         raise UsageError(f"the static engine has no option {unknown[0]!r}", what_to_do="Its one option is max_batch.")
     opened.notes += linear_notes(opened.runtime.linear, None, {})
     spec = opened.runtime.draft
-    drafter = make_drafter(spec, opened.folder, opened.module, opened.module.dtype) if draft else None
+    drafter = make_drafter(opened) if draft else None
     if opened.runtime.kv_cache.kind == "paged":
         opened.note("KV cache: dynamic, not paged (the static engine has no blocks)", "fallback")
     if drafter is not None:
@@ -80,19 +77,9 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
     return StaticBatch(
         opened.module,
         opened.tokenizer,
-        eos_token_ids(opened),
-        context_length=context_length(opened.module.config),
+        opened.eos_token_ids,
+        context_length=opened.context_length,
         drafter=drafter,
         num_draft_tokens=spec.num_tokens,
         **options,
     )
-
-
-def eos_token_ids(opened: OpenedModel) -> list[int]:
-    """Tokens that end a text: the generation config's, else the model config's, else the tokenizer's."""
-    config = opened.module.config
-    for source in (opened.generation_config, config, config.get_text_config(), opened.tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            return [value] if isinstance(value, int) else list(value)
-    return []

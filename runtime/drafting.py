@@ -14,8 +14,9 @@ from ..optimizer.errors import RunError
 from ..optimizer.runtime_spec import DraftSpec
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
+
+    from .open import OpenedModel
 
 FIRST_LENGTH, LONGEST = 4, 16
 """Drafts of the first step and most drafts of a step where the RuntimeSpec leaves the number open."""
@@ -133,12 +134,13 @@ class DraftLength:
             self.now = min(2 * self.now, LONGEST) if accepted == drafted else accepted + 1
 
 
-def make_drafter(spec: DraftSpec, folder: Path, target: PreTrainedModel, dtype: torch.dtype) -> Drafter | None:
-    """The drafter that a RuntimeSpec asks for; None for kind `none`.
+def make_drafter(target: OpenedModel) -> Drafter | None:
+    """The drafter that a model's RuntimeSpec asks for; None for kind `none`.
 
     A draft model is a folder inside the artifact, another folder, or a hub id that is in the local cache. Raises
     RunError where it is not there, or lies outside the artifact and is not the one that was paired with it.
     """
+    spec, folder = target.runtime.draft, target.folder
     if spec.kind == "none":
         return None
     if spec.kind == "ngram":
@@ -156,8 +158,9 @@ def make_drafter(spec: DraftSpec, folder: Path, target: PreTrainedModel, dtype: 
                 where=str(where),
                 what_to_do="Fetch that one, or load with draft=False.",
             )
-    opened = open_model(where, str(target.device), str(dtype).removeprefix("torch."))
-    return ModelDrafter(opened.module, vocabulary_size(target))
+    module = target.module
+    opened = open_model(where, str(module.device), str(module.dtype).removeprefix("torch."))
+    return ModelDrafter(opened.module, vocabulary_size(module))
 
 
 def draft_folder(spec: DraftSpec, folder: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..optimizer.errors import RunError, UsageError
-from .chat import check_ids, check_length, context_length, encode_prompt, split_prompts
+from .chat import check_ids, check_length, encode_prompt, split_prompts
 from .completion import Backend, Chunk, Completion, collect
 
 if TYPE_CHECKING:
@@ -58,10 +58,24 @@ def load(
 
     Raises UsageError for a wrong argument, RunError for a damaged model or one that asks for what is not there.
     """
-    from .open import open_model
+    from .garbage import collection_paused
 
-    opened = open_model(path, device, dtype, trust_remote_code=trust_remote_code, verify=verify, attention=attention)
-    return LLM.from_opened(opened, engine=engine, draft=draft, release=True, **engine_options)
+    with collection_paused():
+        from .open import check_folder, open_model
+        from .recorded_model import RECORD_FAULTS, open_recorded
+
+        checked, fault = check_folder(path, verify), None
+        if engine in ("auto", "native") and attention is None and not trust_remote_code:
+            try:
+                recorded = open_recorded(checked, device, dtype, engine_options)
+                if recorded is not None:
+                    return LLM.from_opened(recorded, engine="native", draft=draft, release=True, **engine_options)
+            except RECORD_FAULTS as error:  # where it is not the record's, opening in full raises it again
+                fault = error
+        opened = open_model(checked, device, dtype, trust_remote_code=trust_remote_code, attention=attention)
+        if fault is not None:
+            opened.note(f"opened in full: the record of an earlier load did not hold ({fault})", "fallback")
+        return LLM.from_opened(opened, engine=engine, draft=draft, release=True, **engine_options)
 
 
 class LLM:
@@ -124,9 +138,7 @@ class LLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes that weights hold in memory, each storage once: the module's and those the engine packed."""
-        from .memory import weight_bytes
-
-        return weight_bytes(self._opened.module) + self._backend.extra_weight_bytes
+        return self._opened.weight_bytes() + self._backend.extra_weight_bytes
 
     @property
     def manifest(self) -> dict[str, Any] | None:
@@ -141,7 +153,7 @@ class LLM:
     @property
     def context_length(self) -> int | None:
         """Most tokens of prompt and output together."""
-        limits = [n for n in (self._backend.context_length, context_length(self._opened.module.config)) if n]
+        limits = [n for n in (self._backend.context_length, self._opened.context_length) if n]
         return min(limits, default=None)
 
     def generate(
@@ -231,7 +243,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<LLM {type(self._opened.module).__name__} from {self._opened.folder}, backend {self.backend}>"
+        return f"<LLM {self._opened.architecture} from {self._opened.folder}, backend {self.backend}>"
 
     def _params(self, **values: Any) -> SamplingParams:
         from .engine.sampling_params import SamplingParams

@@ -34,7 +34,6 @@ class NativeBackend:
     name = "native"
 
     def __init__(self, opened: OpenedModel, draft: bool, release: bool, options: dict[str, Any]) -> None:
-        from .backends import eos_token_ids
         from .engine.engine import Engine
         from .engine.loop import EngineLoop
         from .engine.scheduler_config import SchedulerConfig
@@ -47,7 +46,7 @@ class NativeBackend:
         for_runner.update(max_num_batched_tokens=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
         if spec.kv_cache.block_size is not None:
             for_runner.setdefault("block_size", spec.kv_cache.block_size)
-        drafter = make_drafter(spec.draft, opened.folder, opened.module, opened.module.dtype) if draft else None
+        drafter = make_drafter(opened) if draft else None
         runner = make_runner(opened, kind, release, for_runner)
         self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
         self.notes += linear_notes(spec.linear, runner, given)
@@ -58,7 +57,7 @@ class NativeBackend:
             runner,
             opened.tokenizer,
             scheduler=scheduler,
-            eos_token_ids=eos_token_ids(opened),
+            eos_token_ids=opened.eos_token_ids,
             drafter=None if drafter is None else RequestDrafter(drafter, spec.draft.num_tokens),
         )
         self._loop = EngineLoop(self.engine)
@@ -113,19 +112,25 @@ def make_runner(opened: OpenedModel, kind: str, release: bool, options: dict[str
     Options that only another kind has are left out. Where the decoder proves wrong after the weights are gone, the
     model is opened again for the eager runner, and a note says so.
     """
+    from .engine.runner_native import DecoderSource
     from .engine.runner_select import build_runner, options_of
     from .kernels.build import NativeUnavailable
     from .kernels.recognize import UnsupportedModel
+    from .recorded_model import keep_record
 
     def build(name: str, **more: Any) -> Any:
         known = options_of(name)
         return build_runner(opened.module, name, **{k: v for k, v in {**options, **more}.items() if k in known})
 
-    fused = kind in ("auto", "native") and opened.module.device.type == "cpu"
+    if isinstance(opened, DecoderSource):
+        return build_runner(opened, "native", **{k: v for k, v in options.items() if k in options_of("native")})
+    fused = kind in ("auto", "native") and opened.device.type == "cpu"
     if not fused or not release or (kind == "auto" and options.get("attention", "auto") != "auto"):
         return build(kind)
     try:
-        return build("native", release=True)
+        runner = build("native", release=True)
+        runner.notes += keep_record(opened, runner.decoder)
+        return runner
     except (UnsupportedModel, NativeUnavailable, UsageError) as error:
         reason = error
     if any(p.numel() == 0 for p in opened.module.parameters()):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..optimizer.errors import LlmoptError, RunError, UsageError
 from ..optimizer.runtime_spec import AttentionSpec, RuntimeSpec
 from .artifact import read_manifest, runtime_spec, verify_files
+from .chat import context_length
+from .memory import weight_bytes
 from .tokenizer_files import open_tokenizer
 from .weight_files import read_header, read_json, weight_files
 
@@ -23,6 +25,19 @@ IMPLEMENTATIONS = {"flash_attn": "flash_attention_2", "sdpa": "sdpa", "eager": "
 """RuntimeSpec's attention backends → transformers' `attn_implementation`."""
 
 
+@dataclass(frozen=True)
+class CheckedFolder:
+    """A model folder that `check_folder` found sound.
+
+    manifest: None for a plain model. hashes: SHA-256 by relative path of the files that were verified.
+    """
+
+    path: Path
+    manifest: dict[str, Any] | None
+    hashes: dict[str, str]
+    runtime: RuntimeSpec
+
+
 @dataclass
 class OpenedModel:
     """A model ready to run. `notes` are dicts of `stage`, `kind` ("note" or "fallback") and `message`."""
@@ -33,14 +48,48 @@ class OpenedModel:
     runtime: RuntimeSpec
     manifest: dict[str, Any] | None
     folder: Path
+    hashes: dict[str, str] = field(default_factory=dict)
+    """SHA-256 by relative path of the files that were verified when it was opened."""
+    dtype_name: str = "auto"
+    """The argument `dtype`."""
+    remote_code: bool = False
+    """Whether code in the folder may be run."""
     notes: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def architecture(self) -> str:
+        """Name of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def context_length(self) -> int | None:
+        """See `chat.context_length`."""
+        return context_length(self.module.config)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a text: the generation config's, else the model config's, else the tokenizer's."""
+        config = self.module.config
+        for source in (self.generation_config, config, config.get_text_config(), self.tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            if value is not None:
+                return [value] if isinstance(value, int) else list(value)
+        return []
+
+    def weight_bytes(self) -> int:
+        """Bytes that the module's weights hold in memory, see `memory.weight_bytes`."""
+        return weight_bytes(self.module)
 
     def note(self, message: str, kind: str = "note") -> None:
         self.notes.append({"stage": "load", "kind": kind, "message": message})
 
 
 def open_model(
-    path: str | Path,
+    path: str | Path | CheckedFolder,
     device: str = "auto",
     dtype: str = "auto",
     *,
@@ -50,6 +99,7 @@ def open_model(
 ) -> OpenedModel:
     """Open an artifact (a folder with `llmopt.json`) or a plain Hugging Face folder with safetensors.
 
+    path: the folder, or what `check_folder` said of it.
     device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1" …
     dtype: "auto" (what the RuntimeSpec, else config.json says) or float32, bfloat16, float16; packed codes stay packed.
     verify: check the SHA-256 of every file that the manifest names.
@@ -57,16 +107,8 @@ def open_model(
 
     Raises UsageError for a wrong argument or a folder that holds no model, RunError for a damaged one.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
-        raise UsageError(what, where=str(path), what_to_do="Give a model folder or an artifact that llmopt wrote.")
-    if not (folder / "config.json").is_file():
-        raise UsageError("the folder has no config.json, so it holds no model", where=str(folder))
-    manifest = read_manifest(folder)
-    if manifest is not None and verify:
-        verify_files(folder, manifest)
-    spec = runtime_spec(folder, manifest)
+    checked = path if isinstance(path, CheckedFolder) else check_folder(path, verify)
+    folder, spec = checked.path, checked.runtime
     if attention is not None:
         if attention not in ("auto", *IMPLEMENTATIONS):
             raise UsageError(
@@ -81,9 +123,31 @@ def open_model(
         tokenizer = open_tokenizer(folder, trust_remote_code)
         module = _open_module(folder, config, resolve_dtype(dtype, spec, config), device, trust_remote_code)
         module.generation_config = open_generation_config(folder, module)
-    opened = OpenedModel(module, tokenizer, module.generation_config, spec, manifest, folder)
+    opened = OpenedModel(
+        module, tokenizer, module.generation_config, spec, checked.manifest, folder, checked.hashes, dtype,
+        trust_remote_code,
+    )  # fmt: skip
     apply_attention(opened)
     return opened
+
+
+def check_folder(path: str | Path, verify: bool = True) -> CheckedFolder:
+    """What there is to know of a folder before its model is opened. verify: as for `open_model`.
+
+    Raises UsageError for a folder that holds no model, RunError for a damaged artifact.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
+        raise UsageError(what, where=str(path), what_to_do="Give a model folder or an artifact that llmopt wrote.")
+    if not (folder / "config.json").is_file():
+        raise UsageError("the folder has no config.json, so it holds no model", where=str(folder))
+    manifest = read_manifest(folder)
+    hashes: dict[str, str] = {}
+    if manifest is not None and verify:
+        verify_files(folder, manifest)
+        hashes = dict(manifest["files"])
+    return CheckedFolder(folder, manifest, hashes, runtime_spec(folder, manifest))
 
 
 def open_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -49,6 +49,39 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
+def open_tokenizer_as(folder: Path, name: str) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer by its class, a `module:class` of transformers as `tokenizer_class` gave it.
+
+    AutoTokenizer looks at config.json for the class, and so imports what models are made of. Raises RunError as
+    `open_tokenizer` does.
+    """
+    from importlib import import_module
+
+    module, _, cls = name.partition(":")
+    require_tokenizer(folder)
+    try:
+        if not module.startswith("transformers."):
+            raise ValueError(f"{name} is no class of transformers")
+        return getattr(import_module(module), cls).from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as above
+        raise RunError(f"the tokenizer cannot be opened ({_first_line(error)})", where=str(folder)) from error
+
+
+def tokenizer_class(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """`module:class` by which `open_tokenizer_as` gives the same tokenizer as this one, "" where it would not."""
+    name = f"{type(tokenizer).__module__}:{type(tokenizer).__qualname__}"
+    try:
+        return name if _facts(open_tokenizer_as(folder, name)) == _facts(tokenizer) else ""
+    except (RunError, AttributeError):  # AttributeError: a tokenizer in Python has no backend
+        return ""
+
+
+def _facts(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    """What decides a tokenizer's answers."""
+    names = ("chat_template", "special_tokens_map", "padding_side", "model_max_length", "clean_up_tokenization_spaces")
+    return tokenizer.backend_tokenizer.to_str(), len(tokenizer), *(getattr(tokenizer, name, None) for name in names)
+
+
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__

@@ -72,14 +72,14 @@ def test_draft_models_are_found_inside_the_artifact_first(tmp_path: Path):
 
 
 def test_a_draft_model_that_was_exchanged_is_an_error(tiny_model: Path, make_model, tmp_path: Path):
-    import torch
     from llmopt.optimizer.sources import resolve
     from llmopt.runtime.open import open_model
 
-    target = open_model(tiny_model).module
     paired = make_model(seed=1)
     spec = DraftSpec(kind="model", model=str(paired), sha256=resolve(paired).sha256)
-    assert make_drafter(spec, tmp_path / "artifact", target, torch.bfloat16) is not None
+    target = open_model(tiny_model)
+    target.runtime, target.folder = target.runtime.model_copy(update={"draft": spec}), tmp_path / "artifact"
+    assert make_drafter(target) is not None
     spec.sha256 = resolve(make_model(seed=2)).sha256
     with pytest.raises(RunError, match="not the one that was paired"):
-        make_drafter(spec, tmp_path / "artifact", target, torch.bfloat16)
+        make_drafter(target)

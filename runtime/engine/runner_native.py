@@ -6,7 +6,7 @@ laying out of a few int32 arrays: plans of single tokens (decode) go through lis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,12 +19,44 @@ from .runner_memory import DEFAULT_CPU_BYTES
 if TYPE_CHECKING:
     import torch
 
+    from ..kernels.decoder import FusedDecoder
+
 LIST_ROWS = 16
 """Most rows of a decode plan that plain lists lay out faster than numpy does."""
 
 
+@runtime_checkable
+class DecoderSource(Protocol):
+    """What a fused decoder can be built from beside a torch module."""
+
+    def longest_request(self, wanted: int | None) -> tuple[int, str]:
+        """See `runner.longest_request`."""
+        ...
+
+    def build_decoder(self, **options: Any) -> FusedDecoder:
+        """The decoder, proved; the options are those of `kernels.decoder.build_decoder`."""
+        ...
+
+
+class _ModuleSource:
+    """A transformers model as DecoderSource."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+
+    def longest_request(self, wanted: int | None) -> tuple[int, str]:
+        return longest_request(self.model, wanted)
+
+    def build_decoder(self, **options: Any) -> FusedDecoder:
+        from ..kernels.decoder import build_decoder
+
+        return build_decoder(self.model, **options)
+
+
 class NativeRunner:
     """Implements `ModelRunner` with the fused decoder.
+
+    model: a causal language model on the CPU, or a DecoderSource.
 
     activation, weights, lm_head, num_threads, release: see `kernels.decoder.build_decoder`. self_check: its `prove`.
     block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
@@ -54,16 +86,13 @@ class NativeRunner:
     ) -> None:
         import torch
 
-        from ..kernels.decoder import build_decoder
-
         self.block_size = block_size or 32
         if self.block_size % 32:
             raise UsageError(f"the native cache takes blocks of a multiple of 32 tokens, not {self.block_size}")
-        self.max_model_len, note = longest_request(model, max_model_len)
+        source: DecoderSource = model if isinstance(model, DecoderSource) else _ModuleSource(model)
+        self.max_model_len, note = source.longest_request(max_model_len)
         self.notes: list[str] = [note] if note else []
-        model.eval()
-        self.decoder = build_decoder(
-            model,
+        self.decoder = source.build_decoder(
             activation=activation,
             weights=weights,
             lm_head=lm_head,

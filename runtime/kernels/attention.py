@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from .native import CACHE_FORMATS, contiguous, library
@@ -52,7 +53,7 @@ def _zeros(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     bytes_needed = math.prod(shape) * dtype.itemsize
     if bytes_needed < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
-    space = torch.zeros(bytes_needed + HUGE_PAGE, dtype=torch.uint8)
+    space = torch.from_numpy(np.zeros(bytes_needed + HUGE_PAGE, np.uint8))  # torch.zeros would write every page
     offset = -space.data_ptr() % HUGE_PAGE
     library().llmopt_advise_huge(space.data_ptr() + offset, bytes_needed)
     return space[offset : offset + bytes_needed].view(dtype).view(shape)

@@ -65,7 +65,8 @@ def sources() -> list[Path]:
     return sorted(SOURCE_DIR.glob("*.cpp"))
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
+    """The processor's features, as the system names them."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -87,7 +88,7 @@ def _key(compiler: str, flags: list[str]) -> str:
     for path in [*sources(), *sorted(SOURCE_DIR.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    digest.update("\0".join([version, *flags, _cpu_features()]).encode())
+    digest.update("\0".join([version, *flags, cpu_features()]).encode())
     return digest.hexdigest()[:20]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,13 +24,15 @@ wrong or missing part stands near 1 and above."""
 @dataclass(frozen=True)
 class Proof:
     """relative_error: ‖model − decoder‖ / ‖model‖ of the logits, each row less its mean; limit on it; mean_kl in nats a
-    token; max_difference of two logits; number of tokens compared."""
+    token; max_difference of two logits; number of tokens compared; expected: the model's logits, float32 [tokens,
+    vocab], until a load record has them."""
 
     relative_error: float
     limit: float
     mean_kl: float
     max_difference: float
     tokens: int
+    expected: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
 def probe_tokens(vocab: int) -> torch.Tensor:
@@ -63,14 +65,23 @@ def decoder_logits(decoder: FusedDecoder, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(out)
 
 
+def compare(expected: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
+    """Relative error and mean KL, as `Proof` has them, of logits [tokens, vocab]; in float64, a token at a time."""
+    kl = apart = size = 0.0
+    for want, have in ((one.double(), other.double()) for one, other in zip(expected, got)):
+        p, q = want.log_softmax(-1), have.log_softmax(-1)
+        kl += float((p.exp() * (p - q)).sum())
+        want = want - want.mean()
+        apart += float((want - have + have.mean()).square().sum())
+        size += float(want.square().sum())
+    return (apart / size) ** 0.5 if size else float(apart > 0), kl / len(expected)
+
+
 def check(decoder: FusedDecoder, expected: torch.Tensor) -> Proof:
     """Compares, and leaves the decoder without a KV cache. Raises UnsupportedModel where logits differ."""
     got = decoder_logits(decoder, probe_tokens(decoder.vocab_size))
     decoder.drop_kv()
-    p, q = expected.double().log_softmax(-1), got.double().log_softmax(-1)
-    kl = float((p.exp() * (p - q)).sum(-1).mean())
-    want, have = (x.double() - x.double().mean(-1, keepdim=True) for x in (expected, got))
-    error = float((want - have).norm() / want.norm())
+    error, kl = compare(expected, got)
     steps = {"float32" if decoder.structure.dtype == torch.float32 else "bfloat16"}
     if decoder.options.activation == "int8" or "int8" in (decoder.options.weights, decoder.options.lm_head):
         steps.add("int8")
@@ -79,7 +90,7 @@ def check(decoder: FusedDecoder, expected: torch.Tensor) -> Proof:
     if decoder.options.lm_head == "int4":
         steps.add("int4")
     limit = max(ERROR_LIMITS[step] for step in steps)
-    proof = Proof(error, limit, kl, float((expected - got).abs().max()), len(expected))
+    proof = Proof(error, limit, kl, float((expected - got).abs().max()), len(expected), expected)
     if not error <= limit:
         raise UnsupportedModel(
             f"the fused decoder's logits differ from the model's: relative error {error:.3g} over {proof.tokens} "
