@@ -114,7 +114,8 @@ def find(kind: Kind, name: str, where: str = "") -> type[Plugin]:
 
 @cache
 def code_hash(cls: type[Plugin]) -> str:
-    """SHA-256 over the sources that make up a plugin: its module, with its neighbours where it stands in a package.
+    """SHA-256 over the sources that make up a plugin: its module; in a package also its neighbours and the packages
+    below.
 
     A class typed into an interactive session has no file: then the bytecode of its functions counts.
     """
@@ -124,8 +125,8 @@ def code_hash(cls: type[Plugin]) -> str:
     if file:
         path = Path(file)
         package = (path.parent / "__init__.py").exists()
-        for source in sorted(path.parent.glob("*.py")) if package else [path]:
-            digest.update(source.name.encode() + source.read_bytes())
+        for source in _sources(path.parent) if package else [path]:
+            digest.update(source.relative_to(path.parent).as_posix().encode() + source.read_bytes())
     else:
         for name, member in sorted(vars(cls).items()):
             code = getattr(member, "__code__", None)
@@ -133,6 +134,15 @@ def code_hash(cls: type[Plugin]) -> str:
                 digest.update(f"{name}:{_code_text(code)}".encode())
         digest.update(repr(cls.Config.model_json_schema()).encode())
     return digest.hexdigest()
+
+
+def _sources(package: Path) -> list[Path]:
+    """The package's source files and those of the packages below it."""
+    found = sorted(package.glob("*.py"))
+    for folder in sorted(package.iterdir()):
+        if (folder / "__init__.py").is_file():
+            found += _sources(folder)
+    return found
 
 
 def _code_text(code: CodeType) -> str:

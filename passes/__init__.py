@@ -11,6 +11,7 @@ _CLASSES = {
     "FlashAttention": "attention",
     "KVCache": "kv_cache",
     "Quantize": "quantize",
+    "Rotate": "rotate",
 }
 
 __all__ = sorted(_CLASSES)
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .draft import Draft
     from .kv_cache import KVCache
     from .quantize import Quantize
+    from .rotate import Rotate
 
 
 def __getattr__(name: str) -> Any:
