@@ -1,7 +1,7 @@
-"""compressed-tensors' `pack-quantized` format: the config entry for a model's packed layers.
+"""compressed-tensors' formats: the config entry for a model's quantized layers.
 
-`quantization_config` describes the PackedLinear modules of a model as `config.json` must, so that plain transformers
-loads the folder. `runtime/packed_format.py` reads such entries, ours or another tool's.
+`quantization_config` describes the quantized layers of a model (`runtime/kernels/formats.py`) as `config.json` must, so
+that plain transformers loads the folder. `runtime/packed_format.py` reads such entries, ours or another tool's.
 """
 
 from __future__ import annotations
@@ -10,83 +10,105 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import UsageError
-from ..runtime.packed_format import FORMAT
+from ..runtime.packed_format import MIXED
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ..runtime.kernels.packed import QuantScheme
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
-    """The `quantization_config` of config.json for the PackedLinear modules of `model`; None where there are none.
+    """The `quantization_config` of config.json for the quantized layers of `model`; None where there are none.
 
     Linear layers left unquantized are listed under `ignore`. One scheme targets the class `Linear`; several name their
-    modules one by one, so that readers that fuse layers find each. An asymmetric scheme adds `dequantize: true`, which
-    lets transformers (5.23 and later) decompress while it loads: its other way expects zero points of another shape,
-    and refuses the file. Raises UsageError where that way out is barred, see `check_loadable`.
+    modules one by one, so that readers that fuse layers find each. `dequantize: true` lets transformers (5.23 and
+    later) decompress while it loads. It stands where its other way fails: that expects zero points of another shape,
+    and makes four-bit floats bfloat16 whatever the model is. Raises UsageError where that way out is barred, see
+    `check_loadable`.
     """
     import compressed_tensors
     from torch import nn
 
-    from ..runtime.kernels.packed import PackedLinear
+    from ..runtime.kernels.formats import QUANTIZED
 
     schemes: dict[QuantScheme, list[str]] = {}
     ignore: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, QUANTIZED):
             schemes.setdefault(module.scheme, []).append(name)
         elif isinstance(module, nn.Linear):
             ignore.append(name)
     if not schemes:
         return None
-    check_loadable(schemes)
+    dtype = getattr(model, "dtype", None)
+    check_loadable(schemes, dtype)
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(schemes) == 1 else names,
             "weights": _weight_arguments(scheme),
-            "input_activations": None,
+            "input_activations": _input_arguments(scheme),
             "output_activations": None,
-            "format": FORMAT,
+            "format": scheme.format,
         }
         for i, (scheme, names) in enumerate(schemes.items())
     }
+    formats = {scheme.format for scheme in schemes}
     config = {
         "quant_method": "compressed-tensors",
         "version": compressed_tensors.__version__,
-        "format": FORMAT,
+        "format": formats.pop() if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
         "config_groups": groups,
         "ignore": ignore,
     }
-    if any(not scheme.symmetric for scheme in schemes):
+    if _dequantized_at_load(schemes, dtype):
         config["dequantize"] = True
     return config
 
 
-def check_loadable(schemes: Iterable[QuantScheme]) -> None:
+def check_loadable(schemes: Iterable[QuantScheme], dtype: torch.dtype | None = None) -> None:
     """Raise UsageError where plain transformers could not load a folder with these schemes.
 
-    While it decompresses at load, which asymmetric schemes need, transformers takes one scheme for all layers.
+    While it decompresses at load, which asymmetric schemes need, and four-bit floats in a model whose `dtype` is not
+    bfloat16, transformers takes one scheme for all layers.
     """
     distinct = set(schemes)
-    if len(distinct) > 1 and any(not scheme.symmetric for scheme in distinct):
+    needing = _dequantized_at_load(distinct, dtype)
+    if len(distinct) > 1 and needing:
         raise UsageError(
-            f"{len(distinct)} schemes in one model, an asymmetric one among them, cannot be loaded by transformers",
-            what_to_do="Use one scheme for all modules, or make every scheme symmetric.",
+            f"{len(distinct)} schemes in one model, {needing} among them, cannot be loaded by transformers",
+            what_to_do="Use one scheme for all modules, or make every scheme symmetric and the model bfloat16.",
         )
 
 
+def _dequantized_at_load(schemes: Iterable[QuantScheme], dtype: torch.dtype | None) -> str:
+    """Which of the schemes transformers has to decompress while it loads, in words; empty where there is none."""
+    import torch
+
+    from ..runtime.kernels.float4 import Float4Scheme
+
+    if any(not scheme.symmetric for scheme in schemes):
+        return "an asymmetric one"
+    narrow = dtype in (None, torch.bfloat16)
+    return "" if narrow or not any(isinstance(s, Float4Scheme) for s in schemes) else f"four-bit floats beside {dtype}"
+
+
 def _weight_arguments(scheme: QuantScheme) -> dict[str, Any]:
+    """compressed-tensors' QuantizationArgs of the weight."""
+    from ..runtime.kernels.float4 import Float4Scheme
+    from ..runtime.kernels.scaled import ScaledScheme
+
     if scheme.g_idx:
         raise UsageError(
             "a group index per column (activation order without static groups) is no longer part of compressed-tensors",
             what_to_do="Quantize the original model again with static groups.",
         )
     channel = scheme.group_size == -1
-    return {
+    arguments: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "int",
         "symmetric": scheme.symmetric,
@@ -94,10 +116,41 @@ def _weight_arguments(scheme: QuantScheme) -> dict[str, Any]:
         "group_size": None if channel else scheme.group_size,
         "dynamic": False,
     }
+    if isinstance(scheme, Float4Scheme):
+        scale_dtype = "torch.uint8" if scheme.kind == "mxfp4" else "torch.float8_e4m3fn"
+        strategy = "group" if scheme.kind == "mxfp4" else "tensor_group"
+        arguments.update(type="float", strategy=strategy, scale_dtype=scale_dtype, zp_dtype=scale_dtype)
+    elif isinstance(scheme, ScaledScheme):
+        arguments.update(type=_type(scheme), strategy="tensor" if scheme.per_tensor else arguments["strategy"])
+        if not channel:
+            size = scheme.group_size
+            arguments.update(strategy="block", group_size=None, block_structure=[size, size])
+    return arguments
+
+
+def _input_arguments(scheme: QuantScheme) -> dict[str, Any] | None:
+    """compressed-tensors' QuantizationArgs of what enters the layer; None where it is left as it is."""
+    from ..runtime.kernels.scaled import ScaledScheme
+
+    if not isinstance(scheme, ScaledScheme):
+        return None
+    token = "tensor" if scheme.static_input else "token"
+    return {
+        "num_bits": 8,
+        "type": _type(scheme),
+        "symmetric": True,
+        "strategy": token if scheme.group_size == -1 else "group",
+        "group_size": None if scheme.group_size == -1 else scheme.group_size,
+        "dynamic": not scheme.static_input,
+    }
+
+
+def _type(scheme: Any) -> str:
+    return "int" if scheme.kind == "int8" else "float"
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every PackedLinear of `model`."""
-    from ..runtime.kernels.packed import PackedLinear
+    """Name and module of every quantized layer of `model`."""
+    from ..runtime.kernels.formats import QUANTIZED
 
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QUANTIZED))

@@ -237,9 +237,10 @@ def _open_module(
     if quantization is not None and not isinstance(quantization, dict):
         quantization = quantization.to_dict()
     if quantization and quantization.get("quant_method") == "compressed-tensors":
+        from .packed_format import runs_packed
         from .packed_load import load_packed
 
-        if quantization.get("format") == "pack-quantized":
+        if runs_packed(quantization):
             return load_packed(
                 folder, config, quantization, dtype=dtype, device=device, trust_remote_code=trust_remote_code
             )

@@ -1,6 +1,6 @@
-"""Reading compressed-tensors' `pack-quantized` entries of config.json: which linears are packed, and how.
+"""Reading compressed-tensors' entries of config.json: which linears are quantized, and how.
 
-`exporters/compressed_tensors.py` writes such entries.
+`exporters/compressed_tensors.py` writes such entries; `kernels/formats.py` has the layers.
 """
 
 from __future__ import annotations
@@ -18,21 +18,43 @@ if TYPE_CHECKING:
     from .kernels.packed import QuantScheme
 
 FORMAT = "pack-quantized"
+FORMATS = (FORMAT, "int-quantized", "float-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+MIXED = "mixed-precision"
+"""What a model's entry says where its groups have several formats."""
 DENSE_PACKING_SINCE = (0, 18)
 """From this version on compressed-tensors packs 3, 5, 6 and 7 bits without padding, as bitpack.py does."""
 
+Arguments = Mapping[str, Any]
 
-def install_packed_linears(model: nn.Module, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> list[str]:
-    """Replace the nn.Linear modules that `config` quantizes by empty PackedLinear ones; returns their names.
 
-    model: on the meta device, as `from_config` makes it. config: the `quantization_config` of a `pack-quantized`
-    checkpoint (llmopt's, llm-compressor's …). dtype: of scales and biases, by default the model's. Afterwards
-    `load_state_dict(..., assign=True)` takes the checkpoint's tensors. A packed head is cut loose from the embeddings.
-    Raises UsageError for a format, scheme or packing that a PackedLinear cannot run.
+def runs_packed(config: Arguments) -> bool:
+    """Whether this `quantization_config` is to be opened by `install_packed_linears`.
+
+    True for pack-quantized, whose faults it reports; of the other formats for what it understands. The rest (four-bit
+    activations, say) is for transformers, which decompresses and emulates it.
+    """
+    if config.get("quant_method") != "compressed-tensors":
+        return False
+    if config.get("format") == FORMAT:
+        return True
+    try:
+        _parse_groups(config)
+    except UsageError:
+        return False
+    return True
+
+
+def install_packed_linears(model: nn.Module, config: Arguments, dtype: torch.dtype | None = None) -> list[str]:
+    """Replace the nn.Linear modules that `config` quantizes by empty quantized layers; returns their names.
+
+    model: on the meta device, as `from_config` makes it. config: the `quantization_config` of a checkpoint in one of
+    `FORMATS` (llmopt's, llm-compressor's …). dtype: of scales and biases, by default the model's. Afterwards
+    `load_state_dict(..., assign=True)` takes the checkpoint's tensors. A quantized head is cut loose from the
+    embeddings. Raises UsageError for a format, scheme or packing that no layer can run.
     """
     from torch import nn
 
-    from .kernels.packed import PackedLinear
+    from .kernels.formats import empty_like
 
     groups = _parse_groups(config)
     ignore = list(config.get("ignore") or [])
@@ -44,14 +66,7 @@ def install_packed_linears(model: nn.Module, config: Mapping[str, Any], dtype: t
         if scheme is None:
             continue
         try:
-            layer = PackedLinear.empty(
-                module.in_features,
-                module.out_features,
-                scheme,
-                bias=module.bias is not None,
-                dtype=dtype or module.weight.dtype,
-                device=module.weight.device,
-            )
+            layer = empty_like(module, scheme, dtype)
         except ValueError as error:
             raise UsageError(str(error), where=name, what_to_do="The checkpoint's config.json is damaged.") from None
         model.set_submodule(name, layer)
@@ -64,7 +79,7 @@ def install_packed_linears(model: nn.Module, config: Mapping[str, Any], dtype: t
     return replaced
 
 
-def _parse_groups(config: Mapping[str, Any]) -> list[tuple[list[str], QuantScheme]]:
+def _parse_groups(config: Arguments) -> list[tuple[list[str], QuantScheme]]:
     method = config.get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
         raise _unsupported(f"the quantization method is {method!r}")
@@ -80,19 +95,36 @@ def _parse_groups(config: Mapping[str, Any]) -> list[tuple[list[str], QuantSchem
         if not isinstance(group, Mapping):
             raise _unsupported(f"the preset {name!r} stands in place of a scheme")
         format_ = group.get("format") or config.get("format")
-        if format_ != FORMAT:
+        if format_ not in FORMATS:
             raise _unsupported(f"the format of {name} is {format_!r}")
-        for key in ("input_activations", "output_activations"):
-            if group.get(key):
-                raise _unsupported(f"{name} quantizes {key.replace('_', ' ')}")
-        scheme = _parse_weights(name, group.get("weights") or {}, str(config.get("version") or ""))
+        scheme = _parse_scheme(name, str(format_), group, str(config.get("version") or ""))
         groups.append((list(group.get("targets") or []), scheme))
     if not groups:
         raise _unsupported("it has no config_groups")
     return groups
 
 
-def _parse_weights(name: str, weights: Mapping[str, Any], version: str) -> QuantScheme:
+def _parse_scheme(name: str, format_: str, group: Arguments, version: str) -> QuantScheme:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    if group.get("output_activations"):
+        raise _unsupported(f"{name} quantizes output activations")
+    if format_ in ("int-quantized", "float-quantized"):
+        return _parse_scaled(name, format_, weights, inputs)
+    if inputs:
+        raise _unsupported(f"{name} quantizes input activations")
+    if format_ == FORMAT:
+        return _parse_integers(name, weights, version)
+    from .kernels.float4 import Float4Scheme
+
+    kind = format_.removesuffix("-pack-quantized")
+    strategy = {"mxfp4": "group", "nvfp4": "tensor_group"}[kind]
+    scheme = Float4Scheme.of(kind)
+    expected = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": scheme.group_size}
+    _require(f"the weights of {name}", weights, expected)
+    return scheme
+
+
+def _parse_integers(name: str, weights: Arguments, version: str) -> QuantScheme:
     from .kernels.packed import QuantScheme
 
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
@@ -114,11 +146,50 @@ def _parse_weights(name: str, weights: Mapping[str, Any], version: str) -> Quant
     )
 
 
+def _parse_scaled(name: str, format_: str, weights: Arguments, inputs: Arguments) -> QuantScheme:
+    """W8A8: a channel and a token, a block and a token's columns, or (float) one scale each, fixed for inputs."""
+    from .kernels.scaled import ScaledScheme
+
+    kind = "int" if format_ == "int-quantized" else "float"
+    strategy, block = weights.get("strategy"), -1
+    expected = {"num_bits": 8, "type": kind, "symmetric": True}
+    if strategy == "block":
+        structure = list(weights.get("block_structure") or [])
+        if len(structure) != 2 or structure[0] != structure[1]:
+            raise _unsupported(f"{name} has blocks of {structure}, which are not square")
+        block = int(structure[0])
+    elif strategy not in ("channel", "tensor"):
+        raise _unsupported(f"{name} has the strategy {strategy!r}")
+    _require(f"the weights of {name}", {"symmetric": True, **weights}, {**expected, "dynamic": False})
+    fixed = not inputs.get("dynamic")
+    per = {"strategy": "tensor"} if fixed else {"strategy": "token"}
+    if block != -1:
+        per = {"strategy": "group", "group_size": block}
+    _require(f"the input activations of {name}", {"symmetric": True, **inputs}, {**expected, **per})
+    try:
+        return ScaledScheme(
+            group_size=block,
+            kind="int8" if kind == "int" else "float8",
+            per_tensor=strategy == "tensor",
+            static_input=fixed,
+        )
+    except ValueError as error:
+        raise _unsupported(f"{name}: {error}") from None
+
+
+def _require(what: str, arguments: Arguments, expected: Arguments) -> None:
+    """Raise UsageError where an argument is not as expected."""
+    for key, value in expected.items():
+        if (arguments.get(key) or False) != value:
+            raise _unsupported(f"{what} have {key} {arguments.get(key)!r}, not {value!r}")
+
+
 def _unsupported(what: str) -> UsageError:
     return UsageError(
         f"this checkpoint cannot run packed: {what}",
         where="quantization_config",
-        what_to_do="It runs compressed-tensors checkpoints of the format pack-quantized: int weights of 2 to 8 bits.",
+        what_to_do="It runs compressed-tensors checkpoints of int weights of 2 to 8 bits, of int8 and float8 weights "
+        "and inputs, and of mxfp4 and nvfp4 weights.",
     )
 
 

@@ -46,7 +46,7 @@ def load_packed(
     unexpected: list[str] = []
     for file in weight_files(folder):
         for name, tensor in read_tensors(file, device):
-            if convert and tensor.is_floating_point():
+            if convert and is_wide(name, tensor):
                 tensor = tensor.to(dtype)
             if assign(model, name, tensor, file):
                 loaded.add(name)
@@ -60,6 +60,11 @@ def load_packed(
             if buffer is not None and buffer.device.type != torch.device(device).type:
                 module._buffers[name] = buffer.to(device)
     return model.eval()
+
+
+def is_wide(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor goes by the model's dtype: float8 codes and scales and nvfp4's divisor have their own."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith("weight_global_scale")
 
 
 def build_empty(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
