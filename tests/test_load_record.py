@@ -168,6 +168,18 @@ def test_packed_weights(packed: Path) -> None:
         assert any(name.startswith("int4") for name in llm.runner.decoder.linear_formats)  # type: ignore[union-attr]
 
 
+def test_the_proof_of_an_artifact_leaves_a_record(tiny_model: Path, tmp_path: Path, records: Path) -> None:
+    """`optimize` opens what it wrote in a fresh process; after that the first load is quick."""
+    import llmopt
+    from llmopt.passes import Quantize
+
+    out, quick = tmp_path / "artifact", {"windows": 1, "window_length": 64, "speed": False, "new_tokens": 4}
+    llmopt.optimize(tiny_model, passes=[Quantize(method="rtn", bits=4, group_size=32)], out=out, evaluate=quick)
+    with load(out, **OPTIONS) as llm:
+        assert by_record(llm), (llm.notes, sorted(records.iterdir()))
+        assert any(name.startswith("int4") for name in llm.runner.decoder.linear_formats)  # type: ignore[union-attr]
+
+
 def test_text_ends_and_limits(tiny_model: Path) -> None:
     """What the handle knows and says is the same by either way."""
     prompts = ["Hello", [{"role": "user", "content": "Hi"}], IDS]
