@@ -117,7 +117,8 @@ class NativeLinear:
         if bias is not None:
             if bias.shape != (self.out_features,):
                 raise ValueError(f"bias {tuple(bias.shape)} does not fit {self.out_features} outputs")
-            library().llmopt_linear_set_bias(self.handle, contiguous(bias, torch.float32).data_ptr())
+            values = contiguous(bias, torch.float32)  # has to outlive the call
+            library().llmopt_linear_set_bias(self.handle, values.data_ptr())
 
     @property
     def nbytes(self) -> int:
