@@ -22,13 +22,28 @@ class Finding:
 
 
 @click.command()
+@click.argument("model", required=False)
+@click.option("--kernels", is_flag=True, help="Show the kernels for quantized linear layers and what was chosen.")
+@click.option("--int8-activations", is_flag=True, help="With --kernels: also choose kernels that quantize activations.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(as_json: bool) -> None:
-    """Check python, torch, the GPU, flash-attn and every extra. Exit 1 where something that llmopt needs is broken."""
+def doctor(model: str | None, kernels: bool, int8_activations: bool, as_json: bool) -> None:
+    """Check python, torch, the GPU, flash-attn and every extra. Exit 1 where something that llmopt needs is broken.
+
+    With --kernels: the state of the native kernels and, for MODEL (an artifact or model folder), the kernel of each
+    kind of quantized linear layer by number of rows; what is not known yet is measured, no weights are loaded.
+    """
     import json
     from dataclasses import asdict
 
     from .tables import console
+
+    if kernels:
+        from .doctor_kernels import show
+
+        show(model, int8_activations, as_json)
+        return
+    if model is not None or int8_activations:
+        raise click.UsageError("MODEL and --int8-activations belong to --kernels.")
 
     required = [_python(), *(_library(name) for name in REQUIRED)]
     optional = [_gpu(), _compiler(), _flash_attn(), *(_library(name, module) for name, module in EXTRAS.items())]

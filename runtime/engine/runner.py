@@ -23,6 +23,9 @@ from .runner_memory import blocks_for
 if TYPE_CHECKING:
     import torch
 
+    from ..kernels.linear_dispatch import Installed
+
+LINEARS = ("plain", "measured", "measured-int8")
 UNBOUNDED_LEN = 1 << 20
 """Length limit of a model whose configuration states none."""
 
@@ -61,6 +64,9 @@ class EagerRunner:
     max_model_len: longest request; None is the model's own limit.
     max_num_batched_tokens, max_num_seqs: the largest step, for the warm-up and to bound a pool nobody could fill.
     attention: `auto` or the name of a backend.
+    linears: `plain` runs packed linear layers as they are (unpack, then one product); `measured` gives each the kernel
+        that was measured to be fastest for its format and number of rows (`kernels/linear_choice.py`: the same numbers
+        but for rounding); `measured-int8` also allows those that quantize activations to int8.
     self_check: compare a mixed step with transformers' eager attention before serving (three short forwards).
 
     Attributes beside the protocol's: `attention` (AttentionChoice), `notes` (what was decided at load, to be printed
@@ -81,8 +87,11 @@ class EagerRunner:
         max_num_seqs: int = 256,
         attention: str = "auto",
         kv_dtype: torch.dtype | None = None,
+        linears: str = "plain",
         self_check: bool = True,
     ) -> None:
+        if linears not in LINEARS:
+            raise UsageError(f"unknown linears {linears!r}", what_to_do=f"Use one of {', '.join(LINEARS)}.")
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self.model = model
         self._run = model  # what a step calls; other runners put a compiled one here
@@ -93,6 +102,7 @@ class EagerRunner:
         self._before = model.config._attn_implementation
         self._frozen_rope: list[tuple[Any, Any]] = []
         self._pool: KVPool | None = None
+        self._linears: Installed | None = None
         was_training = model.training
         model.eval()
         if was_training:
@@ -107,6 +117,11 @@ class EagerRunner:
         self.block_size = self.attention.block_size
         try:
             self._bind()
+            if linears != "plain":
+                from ..kernels.linear_dispatch import install
+
+                self._linears = install(model, linears == "measured-int8")
+                self.notes += self._linears.notes
             blocks_per_request = -(-self.max_model_len // self.block_size)
             self.num_blocks = blocks_for(
                 self.probe.layers,
@@ -206,6 +221,8 @@ class EagerRunner:
     def close(self) -> None:
         """Free the pool and give the model its own attention back. Safe to call twice."""
         self._pool = None
+        if self._linears is not None:
+            self._linears.remove()
         if self._before is not None:
             self.probe.detach()
             thaw_rope(self._frozen_rope)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...optimizer.errors import UsageError
 from ..attention.op import active_batch
 from .plan import Row, StepPlan
 from .runner import EagerRunner
@@ -40,6 +41,8 @@ class BatchInvariantRunner(EagerRunner):
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.tile = 0
+        if options.get("linears", "plain") != "plain":
+            raise UsageError("batch-invariant logits need linears='plain': other kernels depend on the number of rows")
         super().__init__(model, **options)
         self.probe.attach(f"invariant:{self.attention.name}")
         self.tile = tile_size(self)
