@@ -9,9 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from ...optimizer.base import Options
 from .schemes import figures
 
-Method = Literal["rtn", "hqq", "gptq", "fp8", "mxfp4", "nvfp4"]
+Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "mxfp4", "nvfp4"]
 Activations = Literal["none", "int8"]
-CALIBRATED = frozenset({"gptq"})
+CALIBRATED = frozenset({"gptq", "awq", "smoothquant"})
 """Methods that need calibration text; the others round a layer from its weight alone."""
 
 LARGEST_GROUP = 2**20
@@ -50,6 +50,9 @@ class Config(Options):
         description="`rtn` rounds each weight to the nearest code and needs no data; `hqq` fits each group's grid to "
         "its weights by half-quadratic splitting, outliers apart, without data (Badri & Shaji 2023); `gptq` also "
         "corrects the weights not yet rounded for the error made so far, on calibration text (Frantar et al. 2022). "
+        "`awq` scales up input channels with large activations first, as far as that lowers the layers' output error, "
+        "and folds the inverse into the norm or layer before (Lin et al. 2023); `smoothquant` moves activation "
+        "outliers into weights so, and is W8A8 (Xiao et al. 2022); both then round as `rounding` says. "
         "Nearest values of floats, without data: `fp8` (W8A8, e4m3), `mxfp4` and `nvfp4` (4 bits, weight-only).",
     )
     bits: int | None = Field(None, ge=2, le=8, description="Bits of a code: 4 by default, 8 where activations are too.")
@@ -98,6 +101,18 @@ class Config(Options):
         le=200,
         description="Ranges tried for each group, besides its full one and a least-squares fit; the least squared "
         "error wins (weighted by the squared inputs where there is calibration). 0 takes the full range.",
+    )
+    rounding: Literal["nearest", "gptq"] = Field(
+        "nearest",
+        description="awq, smoothquant: how scaled weights are rounded: to the nearest code of a grid whose range is "
+        "searched (`scale_search`), or by gptq with its options, which is more exact and slower.",
+    )
+    scale_steps: int = Field(
+        20,
+        ge=1,
+        le=100,
+        description="awq, smoothquant: exponents between 0 and 1 tried for a layer's scales. awq tries every second "
+        "one, then the two beside the best.",
     )
     desc_act: bool = Field(
         True, description="gptq: round the columns with the largest inputs first (activation order)."

@@ -15,7 +15,7 @@ from ...runtime.kernels.packed import QuantScheme
 from .apply import energy, replace_linear, report_line
 from .gptq import NotPositiveDefinite, matched_weight, quantize_gptq
 from .hessian import InputGroup
-from .rtn import Quantized
+from .rtn import Quantized, quantize_rtn
 
 if TYPE_CHECKING:
     from .config import Config
@@ -51,7 +51,16 @@ def _gptq(
     return Rounded(result.quantized, {"damping": result.damping, "dead_columns": result.dead})
 
 
-ROUNDINGS: dict[str, Rounding] = {"gptq": _gptq}
+def _scaled(
+    weight: torch.Tensor, hessian: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, config: Config
+) -> Rounded:
+    """What follows the scaling of a weight and its inputs; errors of columns count by the columns' squared inputs."""
+    if config.rounding == "gptq":
+        return _gptq(weight, hessian, scheme, dtype, config)
+    return Rounded(quantize_rtn(weight, scheme, dtype, config.scale_search, hessian.diagonal()))
+
+
+ROUNDINGS: dict[str, Rounding] = {"gptq": _gptq, "awq": _scaled, "smoothquant": _scaled}
 """Every method of `config.CALIBRATED` by name."""
 
 

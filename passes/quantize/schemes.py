@@ -20,7 +20,7 @@ def fixed_figures(method: str, activations: str) -> dict[str, int]:
         return {**DEFAULTS, "group_size": FLOAT4_GROUPS[method]}
     if method == "fp8":
         return {"bits": 8, "symmetric": True}
-    return W8A8 if activations == "int8" else {}
+    return W8A8 if activations == "int8" or method == "smoothquant" else {}
 
 
 def figures(
@@ -36,6 +36,8 @@ def figures(
     """
     if activations == "int8" and method in OWN_INPUTS:
         raise ValueError(f"`activations: int8` is for integer weights, not for `method: {method}`")
+    if activations == "int8" and method == "awq":
+        raise ValueError("`method: awq` looks at weights alone: with `activations: int8` take `method: smoothquant`")
     asked = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
     given = {option: value for option, value in asked.items() if value is not None}
     for option, value in fixed_figures(method, activations).items():
@@ -54,7 +56,7 @@ def make_scheme(method: str, activations: str = "none", **asked: Any) -> QuantSc
     values: dict[str, Any] = figures(method, activations=activations, **asked)
     if method in FLOAT4_GROUPS:
         return Float4Scheme.of(method)
-    if method == "fp8" or activations == "int8":
+    if method in ("fp8", "smoothquant") or activations == "int8":
         return ScaledScheme(group_size=values["group_size"], kind="float8" if method == "fp8" else "int8")
     return QuantScheme(**values)
 

@@ -21,6 +21,7 @@ from .config import CALIBRATED
 from .hessian import InputGroup
 from .live import LiveStates
 from .rounding import round_group
+from .scaling import scale_block
 
 if TYPE_CHECKING:
     from .config import Config
@@ -32,7 +33,8 @@ class BlockWork:
     """One block on its way through the stages. `lines` are the report lines of the layers quantized so far.
 
     original: an unquantized copy of the block, where layers are fitted to the original model's outputs. live: where the
-    states after the block go; last: whether no later block needs them.
+    states after the block go; last: whether no later block needs them. groups: Hessians of all calibrated layers as the
+    block is now, where a transform has gathered them; facts: what it reports of layers, by name.
     """
 
     model: nn.Module
@@ -44,6 +46,8 @@ class BlockWork:
     live: LiveStates = field(default_factory=LiveStates)
     last: bool = False
     original: nn.Module | None = None
+    groups: list[InputGroup] | None = None
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -62,7 +66,10 @@ class BlockWork:
 
 Stage = Callable[[BlockWork], None]
 
-TRANSFORMS: dict[str, Callable[[BlockWork, list[Target]], None]] = {}
+TRANSFORMS: dict[str, Callable[[BlockWork, list[Target]], None]] = {
+    "awq": scale_block,
+    "smoothquant": scale_block,
+}
 """Method → what it does to the block before any layer is rounded, given its own targets in the block."""
 
 
@@ -98,8 +105,11 @@ def round_on_calibration(work: BlockWork) -> None:
     if work.config.true_sequential:
         steps = call_order(work.block, work.index, work.layers(steps[0]), work.captured[0])
     for names in steps:
-        for group in work.collect(names, whole=names is steps[-1]):
+        groups = work.collect(names, whole=names is steps[-1]) if work.groups is None else work.groups
+        for group in groups:
             work.lines += round_group(work.model, [calibrated[name] for name in group.names], group, work.config)
+    for line in work.lines:
+        line.update(work.facts.get(line["name"], {}))
 
 
 def hand_on(work: BlockWork) -> None:

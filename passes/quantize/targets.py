@@ -138,7 +138,7 @@ def _settings(config: Config, overrides: list[Override]) -> dict[str, Any]:
     keys = ("method", "bits", "group_size", "symmetric", "activations")
     settings: dict[str, Any] = {key: getattr(config, key) for key in keys} | {"skip": False}
     for override in overrides:
-        if override.method in OWN_INPUTS or override.activations == "int8":
+        if override.method in {*OWN_INPUTS, "smoothquant"} or override.activations == "int8":
             settings.update(dict.fromkeys(("bits", "group_size", "symmetric")), activations="none")
         settings.update({key: value for key in keys if (value := getattr(override, key)) is not None})
         settings["skip"] = override.skip
