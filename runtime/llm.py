@@ -73,6 +73,7 @@ def load(
             except RECORD_FAULTS as error:  # where it is not the record's, opening in full raises it again
                 fault = error
         opened = open_model(checked, device, dtype, trust_remote_code=trust_remote_code, attention=attention)
+        opened.as_stored = True
         if fault is not None:
             opened.note(f"opened in full: the record of an earlier load did not hold ({fault})", "fallback")
         return LLM.from_opened(opened, engine=engine, draft=draft, release=True, **engine_options)

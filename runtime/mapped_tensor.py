@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import re
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -41,3 +45,28 @@ class MappedTensor:
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_DONTNEED)
+
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+\s*(.*)")
+
+
+def drop_file_pages(files: Iterable[Path]) -> int:
+    """Give back the resident pages of every mapping of these files that nothing was written to; returns how many
+    mappings that were. They are read again when they are needed. Does nothing where the system has no /proc/self/smaps.
+    """
+    names = {str(file.resolve()) for file in files}
+    found: list[tuple[int, int]] = []
+    at: tuple[int, int] | None = None
+    with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("Anonymous:") and at is not None and line.split()[1] == "0":
+                found.append(at)
+            elif match := _MAPPING.match(line):
+                begin, end, name = int(match[1], 16), int(match[2], 16), match[3].rstrip()
+                at = (begin, end - begin) if name in names else None
+    if found and hasattr(mmap, "MADV_DONTNEED"):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for address, size in found:
+            madvise(address, size, mmap.MADV_DONTNEED)
+    return len(found)

@@ -116,33 +116,47 @@ def make_runner(opened: OpenedModel, kind: str, release: bool, options: dict[str
     from .engine.runner_select import build_runner, options_of
     from .kernels.build import NativeUnavailable
     from .kernels.recognize import UnsupportedModel
-    from .recorded_model import keep_record
+    from .load_record import records_wanted
+    from .recorded_model import KEPT, RECORD_FAULTS, FirstLoad, keep_record
 
-    def build(name: str, **more: Any) -> Any:
+    def build(name: str, model: Any = None, **more: Any) -> Any:
         known = options_of(name)
-        return build_runner(opened.module, name, **{k: v for k, v in {**options, **more}.items() if k in known})
+        chosen = {k: v for k, v in {**options, **more}.items() if k in known}
+        return build_runner(model or opened.module, name, **chosen)
 
     if isinstance(opened, DecoderSource):
-        return build_runner(opened, "native", **{k: v for k, v in options.items() if k in options_of("native")})
+        return build("native", opened)
     fused = kind in ("auto", "native") and opened.device.type == "cpu"
     if not fused or not release or (kind == "auto" and options.get("attention", "auto") != "auto"):
         return build(kind)
+    if opened.as_stored and records_wanted() and not opened.remote_code:
+        try:
+            runner = build("native", FirstLoad(opened))
+            runner.notes.append(KEPT)
+            return runner
+        except RECORD_FAULTS:  # what is wrong with the model itself shows again below
+            _reopen(opened)
     try:
         runner = build("native", release=True)
         runner.notes += keep_record(opened, runner.decoder)
         return runner
     except (UnsupportedModel, NativeUnavailable, UsageError) as error:
         reason = error
-    if any(p.numel() == 0 for p in opened.module.parameters()):
-        from .open import open_model
-
-        dtype = str(opened.module.dtype).removeprefix("torch.")
-        opened.module = open_model(opened.folder, "cpu", dtype, verify=False).module
+    _reopen(opened)
     if kind == "native":
         raise RunError(f"the native runner was refused: {reason}", str(opened.folder), "Use runner='eager' or 'auto'.")
     runner = build("eager")
     runner.notes.insert(0, f"eager runner; the native one was refused: {reason}")
     return runner
+
+
+def _reopen(opened: OpenedModel) -> None:
+    """Read the module's weights again if a runner took them over."""
+    from .open import open_model
+
+    if any(p.numel() == 0 for p in opened.module.parameters()):
+        dtype = str(opened.module.dtype).removeprefix("torch.")
+        opened.module = open_model(opened.folder, "cpu", dtype, verify=False).module
 
 
 def _chunk(number: int, output: RequestOutput) -> Chunk:

@@ -54,6 +54,8 @@ class OpenedModel:
     """The argument `dtype`."""
     remote_code: bool = False
     """Whether code in the folder may be run."""
+    as_stored: bool = False
+    """Whether nobody can have changed the module's weights since they were read."""
     notes: list[dict[str, str]] = field(default_factory=list)
 
     @property

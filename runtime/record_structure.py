@@ -179,7 +179,7 @@ def _linear(module: Any, name: str, stored: Mapping[str, Stored], table: str | N
         source = f"{name}.{leaf}"
         if leaf == "weight" and table is not None:
             made["tied"], source = True, ""
-        elif source not in stored:
-            raise NotRecordable(f"{source} is not in the weight files")
+        elif source not in stored or (parameter.numel() and stored[source].shape != tuple(parameter.shape)):
+            raise NotRecordable(f"{source} is not in the weight files as the module has it")
         made["tensors"][leaf] = (source, str(parameter.dtype).removeprefix("torch."))
     return made

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import LlmoptError
 from .load_record import LoadRecord, record_path, records_wanted
-from .mapped_tensor import MappedTensor
+from .mapped_tensor import MappedTensor, drop_file_pages
 from .open import DTYPES, CheckedFolder, OpenedModel, open_model, quiet_transformers, resolve_device
 from .tensor_files import locate
 from .tokenizer_files import open_tokenizer, open_tokenizer_as, tokenizer_class
@@ -17,13 +18,17 @@ from .weight_files import weight_files
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from .kernels.decoder import FusedDecoder
+    from .kernels.recognize import ModelStructure
 
 
 RECORD_FAULTS = (LlmoptError, OSError, ValueError, KeyError, TypeError, RuntimeError)
 """What opening by a record may raise; each means: open the model in full instead."""
+
+KEPT = "a record of this load was kept; the next one is quicker"
 
 
 class RecordedModel(OpenedModel):
@@ -142,10 +147,79 @@ def open_recorded(
     return RecordedModel(checked, record, tokenizer, dtype)
 
 
+class FirstLoad:
+    """A DecoderSource over a model that `open_model` has just opened: proves the decoder against the module, but packs
+    it from the files as every later load will, so that the module's weights and their copies are never in memory
+    together. Afterwards the module's linears are empty."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        self.opened = opened
+
+    def longest_request(self, wanted: int | None) -> tuple[int, str]:
+        """See `engine.runner.longest_request`."""
+        from .engine.runner import longest_request
+
+        return longest_request(self.opened.module, wanted)
+
+    def build_decoder(self, *, num_threads: int | None, prove: bool, release: bool, **options: Any) -> FusedDecoder:
+        """The decoder, proved whatever `prove` says: nothing else vouches for the files. Keeps a record.
+
+        Raises what `RecordedModel.build_decoder` does, NotRecordable and OSError.
+        """
+        from .kernels.proof import expected_logits
+        from .kernels.recognize import recognize
+
+        opened, model = self.opened, self.opened.module.eval()
+        structure = recognize(model)
+        record = make_record(opened, structure, expected_logits(model, structure.vocab))
+        parts = [*structure.linears, *([] if structure.head_tied else [structure.head])]
+        for module in {id(part.module): part.module for part in parts}.values():
+            _empty(module)
+        drop_file_pages(weight_files(opened.folder))
+        checked = CheckedFolder(opened.folder, opened.manifest, opened.hashes, opened.runtime)
+        own = replace(record, tensors=dict(record.tensors))
+        source = RecordedModel(checked, own, opened.tokenizer, opened.dtype_name)
+        decoder = source.build_decoder(num_threads=num_threads, prove=True, release=release, **options)
+        record.save(path_for(opened))
+        return decoder
+
+
+def _empty(module: nn.Module) -> None:
+    from torch import nn
+
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
+
+
+def path_for(opened: OpenedModel) -> Path:
+    """Where the record of an opened model belongs."""
+    return record_path(opened.folder, f"{opened.dtype_name} {opened.runtime.dtype}", opened.hashes)
+
+
+def make_record(opened: OpenedModel, structure: ModelStructure, expected: torch.Tensor) -> LoadRecord:
+    """The record of a model. expected: see `LoadRecord`. Raises NotRecordable where a later load could not build it."""
+    from .engine.runner import longest_request
+    from .record_structure import describe
+
+    found = describe(opened.module, structure, locate(weight_files(opened.folder)))
+    limit, note = longest_request(opened.module, None)
+    return LoadRecord(
+        architecture=opened.architecture,
+        context_length=opened.context_length,
+        max_model_len=limit,
+        length_note=note,
+        eos_token_ids=opened.eos_token_ids,
+        tokenizer=tokenizer_class(opened.tokenizer, opened.folder),
+        embedding=found.embedding,
+        structure=found.structure,
+        linears=found.linears,
+        tensors={**found.tensors, "expected": expected},
+    )
+
+
 def keep_record(opened: OpenedModel, decoder: FusedDecoder) -> list[str]:
     """Keep what this load found out, for the next; returns a note on what came of it, none where none was wanted."""
-    from .engine.runner import longest_request
-    from .record_structure import NotRecordable, describe
+    from .record_structure import NotRecordable
 
     proof = decoder.proof
     if proof is None or proof.expected is None:
@@ -154,22 +228,7 @@ def keep_record(opened: OpenedModel, decoder: FusedDecoder) -> list[str]:
     if not records_wanted() or opened.remote_code:
         return []
     try:
-        stored = locate(weight_files(opened.folder))
-        found = describe(opened.module, decoder.structure, stored)
-        limit, note = longest_request(opened.module, None)
-        record = LoadRecord(
-            architecture=opened.architecture,
-            context_length=opened.context_length,
-            max_model_len=limit,
-            length_note=note,
-            eos_token_ids=opened.eos_token_ids,
-            tokenizer=tokenizer_class(opened.tokenizer, opened.folder),
-            embedding=found.embedding,
-            structure=found.structure,
-            linears=found.linears,
-            tensors={**found.tensors, "expected": proof.expected},
-        )
-        record.save(record_path(opened.folder, f"{opened.dtype_name} {opened.runtime.dtype}", opened.hashes))
+        make_record(opened, decoder.structure, proof.expected).save(path_for(opened))
     except (NotRecordable, OSError) as error:
         return [f"no record of this load was kept ({error}); the next one takes as long"]
-    return ["a record of this load was kept; the next one is quicker"]
+    return [KEPT]

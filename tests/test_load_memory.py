@@ -10,7 +10,7 @@ import pytest
 import torch
 from llmopt.optimizer.errors import RunError
 from llmopt.runtime.garbage import collection_paused
-from llmopt.runtime.mapped_tensor import MappedTensor
+from llmopt.runtime.mapped_tensor import MappedTensor, drop_file_pages
 from llmopt.runtime.tensor_files import locate
 from safetensors.torch import save_file
 
@@ -50,6 +50,27 @@ def test_a_mapped_tensor_gives_its_pages_back(tmp_path: Path) -> None:
     mapped.drop_pages()
     assert resident("RssFile") - before < 4 << 20
     assert torch.equal(mapped.tensor.view(torch.int16), want.view(torch.int16))
+
+
+@linux
+def test_pages_of_mapped_weights_are_given_back_unless_written(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    file, other = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
+    want = torch.arange(4 << 20, dtype=torch.int32)
+    for path in (file, other):
+        save_file({"table": want}, path)
+    with safe_open(file, "pt") as one, safe_open(other, "pt") as two:
+        kept, untouched = one.get_tensor("table"), two.get_tensor("table")
+    assert torch.equal(kept, want) and torch.equal(untouched, want)
+    before = resident("RssFile")
+    assert drop_file_pages([file]) == 1
+    assert 14 << 20 < before - resident("RssFile") < 20 << 20
+    assert torch.equal(kept, want)
+    kept[5] = -1
+    assert drop_file_pages([file]) == 0
+    assert kept[5] == -1 and torch.equal(kept[6:], want[6:])
+    assert drop_file_pages([tmp_path / "none.safetensors"]) == 0
 
 
 def test_a_mapped_tensor_of_another_dtype_is_a_copy(tmp_path: Path) -> None:

@@ -322,6 +322,19 @@ def test_a_damaged_artifact_is_refused(make_model: Callable[..., Path]) -> None:
         load(folder, **OPTIONS)
 
 
+def test_a_first_load_that_fails_late_still_runs_natively(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that do not give the module's logits (here: a broken reader) are found out; the module is packed."""
+    from llmopt.runtime import record_structure
+
+    want = twice(tiny_model)
+    read = record_structure.read_stored
+    monkeypatch.setattr(record_structure, "read_stored", lambda stored: read(stored).flip(0))
+    monkeypatch.setattr("llmopt.runtime.load_record._surroundings", lambda: ("no record yet",))
+    with load(tiny_model, **OPTIONS) as llm:
+        assert not by_record(llm) and type(llm.runner).__name__ == "NativeRunner"
+        assert torch.equal(logits(llm), want)
+
+
 def test_a_cache_that_cannot_be_written_is_noted(tiny_model: Path, records: Path) -> None:
     records.write_text("a file where the folder should be")
     with load(tiny_model, **OPTIONS) as llm:
