@@ -25,6 +25,7 @@ class Activation(Pass):
 
     name = "activation"
     changes_weights: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"activation"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"activation"})
 
@@ -109,6 +110,6 @@ def _no_compiler() -> str | None:
 
 
 def _not_understood(info: ModelInfo) -> str | None:
-    from ..runtime.kernels.recognize_config import unsupported_config
+    from ..runtime.recognize_config import unsupported_config
 
     return unsupported_config(info.config, info.trust_remote_code)

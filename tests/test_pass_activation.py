@@ -21,10 +21,10 @@ from llmopt.optimizer.source_model import load_source
 from llmopt.optimizer.sources import describe, resolve
 from llmopt.passes import Activation, KVCache, Quantize
 from llmopt.runtime.kernels.build import unavailable_reason
-from llmopt.runtime.kernels.recognize_config import unsupported_config
 from llmopt.runtime.linear_settings import applied
 from llmopt.runtime.llm import load
 from llmopt.runtime.open import open_model
+from llmopt.runtime.recognize_config import unsupported_config
 
 WHY = unavailable_reason()
 needs_kernels = pytest.mark.skipif(WHY is not None, reason=str(WHY))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .recognize import UnsupportedModel, recognize, rope_table
+from .kernels.recognize import UnsupportedModel, recognize, rope_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,7 +22,7 @@ def unsupported_config(config: PreTrainedConfig, trust_remote_code: bool = False
     The model is built with its matrices on the meta device; norms, biases and a few rows of the embedding get made-up
     values, which is all that `recognize` runs. A model that passes here may still fail the decoder's proof at load.
     """
-    from ..packed_load import build_empty
+    from .packed_load import build_empty
 
     dtype = getattr(config, "dtype", None) or torch.float32
     model = build_empty(config, dtype, trust_remote_code).eval()
