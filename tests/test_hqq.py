@@ -38,17 +38,16 @@ def test_shrink_solves_its_own_problem(norm: float) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("search", [0, 10])
-def test_no_group_ends_worse_than_it_started(bits: int, symmetric: bool, search: int) -> None:
+def test_no_group_ends_worse_than_it_started(bits: int, symmetric: bool) -> None:
     weight, scheme = weights(), QuantScheme(bits, 32, symmetric)
-    solved = quantize_hqq(weight, scheme, torch.bfloat16, search)
-    start = quantize_rtn(weight, scheme, torch.bfloat16, search)
+    solved = quantize_hqq(weight, scheme, torch.bfloat16)
+    start = quantize_rtn(weight, scheme, torch.bfloat16)
     before, after = p_norm(weight, start, bits), p_norm(weight, solved, bits)
     assert (after <= before * (1 + 1e-5)).all()
     if bits < 7:  # with more, a step of the stored scale is as coarse as the codes
         assert after.sum() < before.sum()
-    if bits in (3, 4) and search == 0:
-        assert after.sum() < 0.97 * before.sum()
+    if bits in (3, 4):
+        assert after.sum() < 0.98 * before.sum()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -62,10 +61,9 @@ def test_codes_zeros_and_scales_fit_the_packed_format_and_are_nearest(symmetric:
     linear = torch.nn.Linear(128, 24)
     layer = PackedLinear.from_linear(linear, solved.codes, solved.scales, solved.zeros, scheme)
     assert torch.allclose(layer.dequantize().float(), solved.dequantize(3), rtol=1e-2)
-    inside = (solved.codes > 0) & (solved.codes < 7)
-    step = to_groups(torch.ones_like(weight), 4) * solved.scales.float().abs().unsqueeze(-1)
+    step = to_groups(torch.ones_like(weight), 4) * solved.scales.float().unsqueeze(-1)
     error = (weight - solved.dequantize(3)).abs()
-    assert (error <= step.flatten(1) / 2 * 1.0001)[inside].all()
+    assert (error <= step.flatten(1) * 0.52).all()  # half a step for every weight, up to the rounding of the scale
 
 
 def test_scaled_weights_give_scaled_grids() -> None:

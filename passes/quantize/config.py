@@ -100,7 +100,8 @@ class Config(Options):
         ge=0,
         le=200,
         description="Ranges tried for each group, besides its full one and a least-squares fit; the least squared "
-        "error wins (weighted by the squared inputs where there is calibration). 0 takes the full range.",
+        "error wins (weighted by the squared inputs where there is calibration). 0 takes the full range. hqq has a "
+        "search of its own.",
     )
     rounding: Literal["nearest", "gptq"] = Field(
         "nearest",

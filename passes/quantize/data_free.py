@@ -48,7 +48,7 @@ def shared_magnitude(layers: Sequence[nn.Module]) -> torch.Tensor:
 
 METHODS: dict[str, DataFree] = {
     "rtn": lambda weight, scheme, steps, _: quantize_rtn(weight, scheme, weight.dtype, steps),
-    "hqq": lambda weight, scheme, steps, _: quantize_hqq(weight, scheme, weight.dtype, steps),
+    "hqq": lambda weight, scheme, _, __: quantize_hqq(weight, scheme, weight.dtype),
     "fp8": lambda weight, scheme, steps, _: quantize_fp8(weight, cast(ScaledScheme, scheme), weight.dtype, steps),
     "mxfp4": lambda weight, _, steps, __: quantize_mxfp4(weight, steps > 0),
     "nvfp4": lambda weight, _, steps, fused: quantize_nvfp4(weight, steps, shared_magnitude(fused)),
