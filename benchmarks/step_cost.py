@@ -4,9 +4,9 @@
 
 Each model runs under `llmopt.load`'s native engine as it is. A cell is the median of `Engine.step` (schedule, run,
 sample, commit) over decode steps of `batch` requests whose contexts have `context` tokens, greedy, and beside it the
-least of them. Prompts are not computed: the first step of a cell writes nothing (`Decoding`), the cache holds a constant
-instead, which costs a decode step what real keys and values do. Cells of more than `--tokens` tokens of context in all
-are left out. The scheduler's time is that of `benchmarks/scheduler.py`: no model, CPU time of its thread.
+least of them. Prompts are not computed: the first step of a cell writes nothing (`Decoding`), and the cache holds a
+constant instead, which costs a decode step what real keys and values do. Cells of more than `--tokens` tokens of
+context in all are left out. The scheduler's time is that of `benchmarks/scheduler.py`: no model, its thread's CPU time.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def applied(runner: Any) -> LinearSpec:
     """How a runner computes its linear layers; the default for a runner without a fused decoder (and for None)."""
     options = getattr(getattr(runner, "decoder", None), "options", None)
     if options is None:
-        return LinearSpec()
+        return LinearSpec.model_validate({})
     return LinearSpec(activation=options.activation, lm_head=options.lm_head)
 
 

@@ -97,6 +97,11 @@ def dequantize_codes(
 class PackedLinear(nn.Module):
     """`y = x W^T + b` with W kept packed. Make one with `from_linear`, or with `empty` to load a state dict into."""
 
+    weight_packed: nn.Parameter
+    weight_scale: nn.Parameter
+    weight_zero_point: nn.Parameter
+    weight_g_idx: nn.Parameter
+    bias: nn.Parameter | None
     kernel: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What computes the layer in the place of the plain arithmetic, see `linear_dispatch.install`."""
 
