@@ -267,3 +267,14 @@ def test_contradictions_are_refused(options: dict, message: str) -> None:
 
     with pytest.raises(UsageError, match=message):
         Quantize(**options)
+
+
+def test_the_search_rounds_as_the_codes_do() -> None:
+    from llmopt.passes.quantize.microscaling import _error
+
+    values = torch.cat([torch.linspace(0, 7, 1401), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])])[
+        :, None, None
+    ]
+    rounded = e2m1_values(nearest_e2m1(values * 3 / 3))
+    expected = (rounded * 3 - values * 3).square().sum(-1)
+    assert torch.allclose(_error(values * 3, torch.full((len(values), 1), 3.0)), expected, atol=1e-4)

@@ -98,18 +98,28 @@ def _groups(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _best(groups: torch.Tensor, candidates: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [N, G, S] on the best of the candidate scales, float32 [N, G] each, and its number int64 [N, G]."""
-    codes = torch.empty_like(groups, dtype=torch.uint8)
     choice = torch.zeros(groups.shape[:2], dtype=torch.int64, device=groups.device)
+    best = candidates[0].clone()
     rows = max(1, CHUNK // groups[0].numel())
-    for start in range(0, groups.shape[0], rows):
+    for start in range(0, groups.shape[0] if len(candidates) > 1 else 0, rows):
         part = slice(start, start + rows)
-        least = torch.full_like(choice[part], torch.inf, dtype=torch.float32)
-        for number, scales in enumerate(candidates):
-            scale = scales[part].unsqueeze(-1)
-            found = nearest_e2m1(groups[part] / scale)
-            error = (e2m1_values(found) * scale - groups[part]).square_().sum(-1)
-            better = error < least if number else torch.ones_like(error, dtype=torch.bool)
+        sizes = groups[part].abs()
+        least = _error(sizes, best[part])
+        for number, scales in enumerate(candidates[1:], start=1):
+            error = _error(sizes, scales[part])
+            better = error < least
             least = torch.where(better, error, least)
             choice[part][better] = number
-            codes[part][better] = found[better]
-    return codes, choice
+            best[part][better] = scales[part][better]
+    return nearest_e2m1(groups / best.unsqueeze(-1)), choice
+
+
+def _error(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Squared error float32 [N, G] of rounding magnitudes float32 [N, G, S] to E2M1 numbers times `scales` [N, G].
+
+    As `nearest_e2m1`: numbers below 2 lie 1/2 apart, below 4 by 1, above by 2.
+    """
+    values = sizes / scales.unsqueeze(-1)
+    step = torch.where(values < 2, 0.5, torch.where(values < 4, 1.0, 2.0))
+    rounded = values.div_(step).round_().mul_(step).clamp_(max=LARGEST_E2M1)
+    return rounded.mul_(scales.unsqueeze(-1)).sub_(sizes).square_().sum(-1)
