@@ -144,6 +144,11 @@ class Pass(Plugin):
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
 
+    def calibrates(self) -> bool:
+        """Whether weights come to depend on the calibration data: a recipe that names none then lets the model write
+        its own, where a pass that only tries something out takes the shipped text."""
+        return False
+
     @abstractmethod
     def plan(self, info: ModelInfo) -> PlanItem:
         """What `run` would do to the model that `info` describes; loads no weights."""

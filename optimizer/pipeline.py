@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..evaluation.texts import check_vocabulary, token_windows
 from ..runtime.chat import context_length
 from .artifact import Artifact
 from .base import Context, Pass, PassReport
-from .calibration import Calibration, read_text, text_sha256
+from .calibration import Calibration, Source, read_text
+from .calibration_sources import make_source
 from .chain import check_chain
 from .environment import environment, library_version
 from .errors import GateError, LlmoptError, RunError, UsageError
@@ -136,9 +138,17 @@ class Run:
 
     def _context(self, model: LoadedModel, stage: str) -> Context:
         options = self.recipe.calibration
-        calibration = Calibration(model.tokenizer, options.text, options.num_samples, options.sequence_length)
+        samples, length = options.num_samples or 1, options.sequence_length or 2
+        calibration = Calibration(model.tokenizer, self.calibration_source, samples, length)
         seed = self.recipe.seed
         return Context(self.info, calibration, seed, self.workdir, stage, self.settings.listener, self.notes)
+
+    @cached_property
+    def calibration_source(self) -> Source:
+        """Where calibration tokens come from; nothing is read before a pass asks for them."""
+        cache = self.settings.cache_folder if self.settings.cache else None
+        trust = self.settings.trust_remote_code
+        return make_source(self.recipe.calibration, self.source, self.recipe.seed, cache, trust)
 
     def _run_passes(self, model: LoadedModel) -> LoadedModel:
         passes = self.loaded.passes
@@ -202,8 +212,8 @@ class Run:
         self.calibrated |= entry.calibrated
 
     def _key_base(self) -> dict[str, Any]:
-        calibration = self.recipe.calibration.model_dump()
-        calibration["text"] = text_sha256(calibration["text"], "calibration")
+        options = self.recipe.calibration
+        calibration = [self.calibration_source.identity(), options.num_samples, options.sequence_length]
         return {
             "source": self.source.sha256,
             "dtype": self.recipe.dtype,

@@ -8,20 +8,64 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .base import Exporter, Options, Pass, Plugin
 from .errors import UsageError, did_you_mean
 from .registry import Kind, find
 from .yaml_source import Location, YamlSource, apply_override, parse_yaml, read_yaml
 
+CalibrationSource = Literal["text", "chat", "dataset", "self"]
+DATA_FILES = (".jsonl", ".ndjson", ".parquet", ".csv", ".json", ".txt", ".arrow")
+SIZES: dict[str, tuple[int, int]] = {"self": (32, 256)}
+"""Sequences and tokens of each, by source, where the recipe does not say; 32 of 512 for all others."""
+
 
 class CalibrationOptions(Options):
-    """The text that calibrating passes see."""
+    """The tokens that calibrating passes see: of one source, without two documents in a sequence."""
 
+    source: CalibrationSource | None = Field(
+        None,
+        description="`text`, `chat`, `dataset`, or `self`: what the model itself writes. None takes `chat` or "
+        "`dataset` where one is named, else `text`. A recipe without this section, whose passes calibrate, takes "
+        "`self`.",
+    )
     text: str = Field("default", description="Text file, or `default`: the public-domain text that ships with llmopt.")
-    num_samples: int = Field(32, ge=1, description="Token sequences taken from the text.")
-    sequence_length: int = Field(512, ge=2, description="Tokens a sequence.")
+    chat: str | None = Field(None, description="JSONL file of conversations, rendered by the model's chat template.")
+    dataset: str | None = Field(
+        None, description="Hub id of a data set, or a local folder, Parquet, CSV or JSONL file; each row is a document."
+    )
+    dataset_config: str | None = Field(None, description="Configuration of the data set, where it has several.")
+    dataset_revision: str | None = Field(None, description="Revision of a data set of the hub.")
+    split: str = Field("train", description="Split of the data set.")
+    column: str | None = Field(
+        None, description="Column of texts or conversations; none takes `text`, `messages`, or the only one of texts."
+    )
+    num_samples: int | None = Field(
+        None, ge=1, description="Token sequences (of short documents: more, with as many tokens); none is 32."
+    )
+    sequence_length: int | None = Field(None, ge=2, description="Tokens a sequence; none is 512, for `self` 256.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> CalibrationOptions:
+        """Spell out source and sizes. Raises ValueError where two sources are named, or an option has no use."""
+        named = [key for key in ("chat", "dataset") if getattr(self, key) is not None]
+        if self.text != "default":
+            named.append("text")
+        if len(named) > 1 or (named and self.source not in (None, named[0])):
+            others = [*named, *([f"source: {self.source}"] if self.source and self.source not in named else [])]
+            raise ValueError(f"calibration has one source, and {' and '.join(others)} are named")
+        self.source = self.source or (named[0] if named else "text")  # type: ignore[assignment]
+        if self.source in ("chat", "dataset") and not named:
+            raise ValueError(f"source: {self.source} needs `{self.source}`, the name of the data")
+        if self.source != "dataset":
+            useless = self.model_fields_set & {"dataset_config", "dataset_revision", "split", "column"}
+            useless = {key for key in useless if getattr(self, key) not in (None, "train")}
+            if useless:
+                raise ValueError(f"`{min(useless)}` belongs to a dataset, not to source: {self.source}")
+        samples, length = SIZES.get(self.source, (32, 512))
+        self.num_samples, self.sequence_length = self.num_samples or samples, self.sequence_length or length
+        return self
 
 
 class EvaluateOptions(Options):
@@ -86,6 +130,12 @@ class Recipe(Options):
         "auto", description="Element type in which the source is loaded; `auto` is the one it is stored in."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of every random number of the run.")
+    max_memory: int | None = Field(
+        None,
+        ge=0,
+        description="Memory that the run may take, such as 8GB; none: what the machine has. Decides whether the weights "
+        "stay in their files and whether activations go to disk; what does not fit is refused before the long run.",
+    )
     calibration: CalibrationOptions = Field(default_factory=CalibrationOptions)  # type: ignore[arg-type]
     passes: list[Step] = Field(default_factory=list, description="Passes in the order in which they run.")
     export: list[Step] = Field(
@@ -93,6 +143,13 @@ class Recipe(Options):
     )
     evaluate: EvaluateOptions = Field(default_factory=EvaluateOptions)  # type: ignore[arg-type]
     gates: Gates = Field(default_factory=Gates)  # type: ignore[arg-type]
+
+    @field_validator("max_memory", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        from ..runtime.memory import parse_size
+
+        return parse_size(value) if isinstance(value, str) else value
 
     @classmethod
     def load(cls, recipe: str | Path, overrides: Iterable[str] = ()) -> LoadedRecipe:
@@ -178,6 +235,8 @@ def build(source: YamlSource, overrides: Iterable[str] = ()) -> LoadedRecipe:
     recipe.name = recipe.name or Path(source.name).stem
     passes = [_plugin("passes", step, source, ("passes", i, step.use)) for i, step in enumerate(recipe.passes)]
     exporter = _plugin("exporters", recipe.export[0], source, ("export", 0, recipe.export[0].use))
+    if "calibration" not in data and any(item.calibrates() for item in passes if isinstance(item, Pass)):
+        recipe.calibration = CalibrationOptions(source="self")  # type: ignore[call-arg]
     _resolve_texts(recipe, source)
     return LoadedRecipe(recipe, passes, exporter, source)  # type: ignore[arg-type]
 
@@ -235,17 +294,29 @@ def _model_at(model: type[BaseModel] | None, location: Location) -> type[BaseMod
     return model
 
 
+def _find(name: str, what: str, source: YamlSource, location: Location) -> str:
+    """The path of a file that stands beside the recipe or in the working directory. Raises UsageError."""
+    found = next((path for path in (Path(source.name).parent / name, Path(name)) if path.is_file()), None)
+    if found is None:
+        raise UsageError(f"no such {what}: {name}", source.where(location))
+    return str(found)
+
+
 def _resolve_texts(recipe: Recipe, source: YamlSource) -> None:
     """Make the text paths real: relative to the recipe's folder, else to the working directory."""
     parts: list[tuple[str, Any]] = [("calibration", recipe.calibration), ("evaluate", recipe.evaluate)]
     for key, part in parts:
-        if part.text == "default":
-            continue
-        candidates = [Path(source.name).parent / part.text, Path(part.text)]
-        found = next((c for c in candidates if c.is_file()), None)
-        if found is None:
-            raise UsageError(f"no such text file: {part.text}", source.where((key, "text")))
-        part.text = str(found)
+        if part.text != "default":
+            part.text = _find(part.text, "text file", source, (key, "text"))
+    options = recipe.calibration
+    if options.chat is not None:
+        options.chat = _find(options.chat, "file of chats", source, ("calibration", "chat"))
+    if options.dataset is not None:
+        beside = Path(source.name).parent / options.dataset
+        if beside.exists():
+            options.dataset = str(beside)
+        elif Path(options.dataset).suffix in DATA_FILES and not Path(options.dataset).exists():
+            raise UsageError(f"no such data set: {options.dataset}", source.where(("calibration", "dataset")))
     if recipe.evaluate.text != "default" and recipe.calibration.text != "default":
         hashes = {hashlib.sha256(Path(p.text).read_bytes()).hexdigest() for _, p in parts}
         if len(hashes) == 1:

@@ -1,0 +1,197 @@
+"""Calibration that needs no data: the model writes its own text, from its BOS token and a few openings.
+
+After LLM-QAT (Liu et al. 2023, https://arxiv.org/abs/2305.17888), which found text of the model itself better than
+other text. Sampled at temperature 1 from the smallest set of tokens with probability 0.95, each text with its own seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.memory import available_memory
+from .errors import RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .model import SourceIdentity
+
+OPENINGS = (
+    "The", "In 19", "How do I", "def ", "1.", "She said", "According to", "# ", "Question:", "When the", "A", "I",
+    "import ", "It is", "<p>",
+)  # fmt: skip
+"""Beginnings that call up different kinds of text."""
+TOP_P = 0.95
+VERSION = 1
+"""Part of the key under which texts are kept; raised when the way they are written changes."""
+ROUNDS = 4
+SHORTEST = 16
+
+
+class SelfSource:
+    """Texts that the model at `source` writes, unchanged by any pass; every second one from BOS alone, if it has one.
+
+    A text ends at the model's end-of-text token; a token that the chat template uses inside a conversation does not end
+    it. Texts are kept below `cache`, so that a run that goes on after a crash sees the same tokens.
+    """
+
+    kind, whole_windows, places_bos = "self", False, True
+
+    def __init__(
+        self,
+        source: SourceIdentity,
+        *,
+        seed: int,
+        num_samples: int,
+        sequence_length: int,
+        cache: Path | None = None,
+        trust_remote_code: bool = False,
+        engine: str = "auto",
+    ) -> None:
+        self.source, self.seed, self.num_samples, self.sequence_length = source, seed, num_samples, sequence_length
+        self.cache, self.trust_remote_code, self.engine = cache, trust_remote_code, engine
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[list[int]]:
+        return self._texts
+
+    def identity(self) -> str:
+        from .environment import library_version
+
+        versions = [library_version(name) for name in ("llmopt", "torch", "transformers")]
+        sizes = [self.num_samples, self.sequence_length, self.seed]
+        return json.dumps(["self", VERSION, self.source.sha256, self.engine, sizes, versions])
+
+    def describe(self) -> dict[str, Any]:
+        return {"texts": len(self._texts), "temperature": 1.0, "top_p": TOP_P, "seed": self.seed}
+
+    @cached_property
+    def _texts(self) -> list[list[int]]:
+        place = None
+        if self.cache is not None:
+            place = self.cache / "calibration" / f"{sha256(self.identity().encode()).hexdigest()}.json"
+            kept = _read(place)
+            if kept is not None:
+                return kept
+        texts = self._write()
+        if place is not None:
+            _keep(place, texts)
+        return texts
+
+    def _write(self) -> list[list[int]]:
+        from ..runtime.engine.sampling_params import SamplingParams
+        from ..runtime.llm import load
+
+        self._require_memory()
+        length, wanted = self.sequence_length, self.num_samples * self.sequence_length
+        with load(
+            self.source.folder,
+            engine=self.engine,  # type: ignore[arg-type]
+            trust_remote_code=self.trust_remote_code,
+            draft=False,
+        ) as llm:
+            if llm.context_length is not None:
+                length = min(length, llm.context_length)
+            starts, ends = openings(llm.tokenizer), end_tokens(self.source.folder, llm.tokenizer)
+            texts: list[list[int]] = []
+            for number in range(ROUNDS):
+                missing = wanted - sum(map(len, texts))
+                count = -(-missing // length)
+                if count <= 0:
+                    break
+                prompts = [starts[(len(texts) + i) % len(starts)][: length - 1] for i in range(count)]
+                params = [
+                    SamplingParams(
+                        temperature=1.0,
+                        top_p=TOP_P,
+                        seed=(self.seed + 1_000_003 * number + i) % 2**63,
+                        max_new_tokens=length - len(prompt),
+                        ignore_eos=True,
+                        stop_token_ids=ends,
+                    )
+                    for i, prompt in enumerate(prompts)
+                ]
+                written = llm.generate(prompts, params)
+                assert isinstance(written, list)
+                new = [[*one.prompt_token_ids, *one.token_ids] for one in written]
+                texts += [text for text in new if len(text) >= min(SHORTEST, length)]
+        if not texts:
+            raise RunError(
+                f"the model ended each of its own texts within {SHORTEST} tokens",
+                self.source.id,
+                "Give calibration.text, calibration.chat or calibration.dataset",
+            )
+        return texts
+
+    def _require_memory(self) -> None:
+        """Writing needs all weights in memory at once, beside what the run holds of them."""
+        from ..runtime.weight_files import weight_files
+
+        size = sum(file.stat().st_size for file in weight_files(self.source.folder))
+        free = available_memory()
+        if size * 1.2 > free:
+            raise RunError(
+                f"to write its own calibration text the model needs {size * 1.2 / 2**20:,.0f} MiB, and "
+                f"{free / 2**20:,.0f} MiB are available",
+                self.source.id,
+                "Give calibration.text, calibration.chat or calibration.dataset",
+            )
+
+
+def openings(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids that texts begin with: BOS alone and the openings in turn, these as the tokenizer encodes texts."""
+    texts = [list(tokenizer(text)["input_ids"]) for text in OPENINGS]
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return texts
+    return [start for text in texts for start in ([int(bos)], text)]
+
+
+def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a text: the model's end tokens, without those that end a turn in its chat template."""
+    from ..runtime.weight_files import read_json
+
+    found: list[Any] = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = read_json(folder / name).get("eos_token_id")
+            found += value if isinstance(value, list) else [value]
+    template = tokenizer.chat_template
+    text = template if isinstance(template, str) else json.dumps(template) if template else ""
+    ids = sorted({int(token) for token in found if token is not None})
+    tokens: Iterable[Any] = tokenizer.convert_ids_to_tokens(ids)
+    return tuple(
+        i for i, token in zip(ids, tokens) if not (token and (str(token) in text or _is_eos(i, tokenizer, text)))
+    )
+
+
+def _is_eos(token: int, tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether the template puts this token behind turns by the name `eos_token`."""
+    return token == tokenizer.eos_token_id and "eos_token" in template
+
+
+def _read(place: Path) -> list[list[int]] | None:
+    try:
+        texts = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    fine = (
+        isinstance(texts, list) and texts and all(isinstance(t, list) and all(type(i) is int for i in t) for t in texts)
+    )
+    return texts if fine else None
+
+
+def _keep(place: Path, texts: list[list[int]]) -> None:
+    """Write beside the place and rename; a disk that is full costs the copy, not the run."""
+    temporary = place.with_name(f".{place.name}.tmp-{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(texts), encoding="utf-8")
+        os.replace(temporary, place)
+    except OSError:
+        temporary.unlink(missing_ok=True)
