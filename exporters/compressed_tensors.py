@@ -6,6 +6,7 @@ that plain transformers loads the folder. `runtime/packed_format.py` reads such 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     import compressed_tensors
     from torch import nn
 
+    from ..runtime.experts import find_stacked
     from ..runtime.kernels.formats import QUANTIZED
 
     schemes: dict[QuantScheme, list[str]] = {}
@@ -42,6 +44,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
             ignore.append(name)
     if not schemes:
         return None
+    ignore += [f"re:{re.escape(name)}(\\.|$)" for name in find_stacked(model)]
     dtype = getattr(model, "dtype", None)
     check_loadable(schemes, dtype)
     groups = {

@@ -41,6 +41,7 @@ def load_packed(
 
     convert = dtype != getattr(config, "dtype", dtype)
     model = build_empty(config, dtype, trust_remote_code)
+    split_stored_experts(model, folder)
     install_packed_linears(model, quantization_config, dtype)
     loaded: set[str] = set()
     unexpected: list[str] = []
@@ -60,6 +61,17 @@ def load_packed(
             if buffer is not None and buffer.device.type != torch.device(device).type:
                 module._buffers[name] = buffer.to(device)
     return model.eval()
+
+
+def split_stored_experts(model: nn.Module, folder: Path) -> None:
+    """Make single layers of stacked experts that the folder's weight files store so."""
+    from .experts import find_stacked, split_experts, stored_singly
+    from .weight_files import read_header
+
+    stacked = find_stacked(model)
+    if stacked:
+        names = {name for file in weight_files(folder) for name in read_header(file)}
+        split_experts(model, stored_singly(names, stacked))
 
 
 def is_wide(name: str, tensor: torch.Tensor) -> bool:

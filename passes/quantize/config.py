@@ -85,6 +85,12 @@ class Config(Options):
     lm_head: Literal["keep", "quantize"] = Field(
         "keep", description="Whether the output head is quantized. It is left as it is unless asked for."
     )
+    experts: Literal["keep", "quantize"] = Field(
+        "keep",
+        description="Whether the stacked experts of mixture-of-experts blocks are quantized, as the linear layers that "
+        "checkpoints store them as (`*.experts.0.gate_proj` …). With calibration, an expert that no token reaches is "
+        "an error: give more text, or `overrides` with a method that needs none.",
+    )
     untie: bool = Field(
         False,
         description="Let `lm_head: quantize` give a head that is tied to the input embeddings a packed copy of its "

@@ -34,11 +34,6 @@ class Quantize(Pass):
     Config = QuantizeConfig
     config: QuantizeConfig
 
-    def calibrates(self) -> bool:
-        """Whether any method, also one of the overrides, measures activations."""
-        methods = {self.config.method, *(override.method for override in self.config.overrides.values())}
-        return bool(methods & CALIBRATED)
-
     def plan(self, info: ModelInfo) -> PlanItem:
         """Modules, bytes and refusals from the headers. Raises UsageError where a pattern matches no module."""
         from .targets import resolve
@@ -71,6 +66,7 @@ class Quantize(Pass):
         for target in targets.smaller_groups:
             context.note("fallback", next(n for n in targets.notes if n.startswith(f"{target.name}:")))
         started = time.perf_counter()
+        _split_experts(model.module, [target.name for target in targets.modules])
         untied = [target.name for target in targets.modules if target.untied]
         layers, checked = self._quantize(model, targets.modules, context)
         if untied:
@@ -118,12 +114,21 @@ class Quantize(Pass):
         """Replace the modules that the report lists by empty packed ones, on whatever device the model is."""
         from ...runtime.kernels.formats import empty_like, make_scheme
 
+        _split_experts(model.module, [line["name"] for line in report.layers])
         for line in report.layers:
             scheme = make_scheme(line["format"], line["bits"], line["group_size"], line["symmetric"])
             layer = empty_like(model.module.get_submodule(line["name"]), scheme)
             model.module.set_submodule(line["name"], layer)
         if report.details.get("untied"):
             _untie(model.module)
+
+
+def _split_experts(module: nn.Module, names: list[str]) -> None:
+    """Make single layers of the stacked experts that the named layers are part of."""
+    from ...runtime.experts import find_stacked, split_experts
+
+    parents = {name.rsplit(".", 2)[0] for name in names}
+    split_experts(module, [name for name in find_stacked(module) if name in parents])
 
 
 def _untie(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import UsageError
+from ...runtime.experts import expert_shapes, find_stacked, stored_singly
 from ...runtime.kernels.packed import QuantScheme
 from .patterns import select
 from .schemes import OWN_INPUTS, make_scheme
@@ -53,8 +54,10 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
 
     Raises UsageError where a pattern matches nothing; everything else that stands in the way becomes a refusal.
     """
-    shapes, head = info.linear_shapes, info.output_embedding_name
+    shapes, head = dict(info.linear_shapes), info.output_embedding_name
     out = Targets()
+    if config.experts == "quantize":
+        shapes |= _expert_shapes(info, out)
     if not _source_can_be_quantized(info, out):
         return out
     names = list(shapes)
@@ -116,6 +119,18 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
     return out
 
 
+def _expert_shapes(info: ModelInfo, out: Targets) -> dict[str, tuple[int, int]]:
+    """The linear layers of all experts; a refusal where there are none, or their checkpoint has them otherwise."""
+    stacked = find_stacked(info.skeleton)
+    single = stored_singly(info.tensors, stacked)
+    if not stacked:
+        out.refusals.append("the model has no stacked experts of a layout that is known: set `experts: keep`")
+    elif len(single) < len(stacked):
+        name = next(name for name in stacked if name not in single)
+        out.refusals.append(f"the weight files do not have {name}.0.gate_proj and so on: set `experts: keep`")
+    return {key: shape for name in single for key, shape in expert_shapes(name, stacked[name]).items()}
+
+
 def _source_can_be_quantized(info: ModelInfo, out: Targets) -> bool:
     """Refuse sources that are quantized already, or whose layers compressed-tensors cannot express."""
     quantization = getattr(info.config, "quantization_config", None)
@@ -173,7 +188,7 @@ def _add_notes(out: Targets, info: ModelInfo) -> None:
             "symmetric ones load in all"
         )
     experts = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3]
-    if experts:
+    if experts and not any(".experts." in t.name for t in out.modules):
         out.notes.append(
             f"{len(experts)} stacked expert tensors ({experts[0]} …) are no linear layers and stay as they are"
         )

@@ -1,0 +1,108 @@
+"""Stacked experts as single linear layers: the same function, quantized by the pass, stored so that others read it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.exporters.huggingface import HuggingFaceExporter
+from llmopt.optimizer.base import Context
+from llmopt.optimizer.calibration import Calibration
+from llmopt.optimizer.source_model import load_source
+from llmopt.optimizer.sources import describe, resolve
+from llmopt.passes.quantize import Quantize
+from llmopt.runtime.experts import Experts, expert_shapes, find_stacked, split_experts
+from llmopt.runtime.kernels.formats import QUANTIZED
+from llmopt.runtime.open import open_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SMALL = {
+    "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.1, "tie_word_embeddings": False, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [],
+}  # fmt: skip
+TOKENS = torch.randint(3, 400, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def make(kind: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+def test_split_experts_compute_what_stacked_ones_do(kind: str) -> None:
+    more = {"num_local_experts": 4} if kind == "mixtral" else {}
+    model = make(kind, torch.float32, **more)
+    stacked = find_stacked(model)
+    shapes = {n: s for name, module in stacked.items() for n, s in expert_shapes(name, module).items()}
+    with torch.inference_mode():
+        before = model(TOKENS).logits
+        assert split_experts(model) == list(stacked) and len(stacked) == 2
+        assert torch.allclose(model(TOKENS).logits, before, atol=1e-5)
+    linear = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert {n: linear[n] for n in shapes} == shapes and len(shapes) == 2 * 4 * 3
+    assert not find_stacked(model)
+
+
+def test_other_layouts_are_left_alone() -> None:
+    assert not find_stacked(make("gpt_oss", num_local_experts=4))
+
+
+@pytest.fixture(scope="module")
+def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe")
+    make("qwen3_moe").save_pretrained(folder)
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def optimize(source: Path, folder: Path, **options: Any) -> Any:
+    found = resolve(source)
+    info, model = describe(found), load_source(found)
+    context = Context(info, Calibration(model.tokenizer, "default", 4, 64), 0, folder)
+    quantize = Quantize(group_size=32, **options)
+    planned = {m.name: m.bytes_after for m in quantize.plan(info).modules}
+    with torch.no_grad():
+        quantize.run(model, context)
+    held = {n: m.packed_nbytes for n, m in model.module.named_modules() if isinstance(m, QUANTIZED)}
+    assert held == planned
+    HuggingFaceExporter().export(model, folder, context)
+    return model.module
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_quantized_experts_are_opened_by_plain_transformers_and_by_llmopt(
+    source: Path, tmp_path: Path, method: str
+) -> None:
+    module = optimize(source, tmp_path, method=method, experts="quantize")
+    names = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.down_proj.weight_packed" in names
+    assert not any("experts" in name and name.endswith(".weight") for name in names)
+    with torch.inference_mode():
+        expected = module(TOKENS).logits
+        ours = open_model(tmp_path).module
+        assert isinstance(ours.model.layers[0].mlp.experts, Experts) and torch.equal(ours(TOKENS).logits, expected)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+        assert torch.allclose(plain(TOKENS).logits, expected, atol=0.05 * float(expected.float().std()))
+
+
+def test_experts_that_are_kept_are_stored_as_before(source: Path, tmp_path: Path) -> None:
+    module = optimize(source, tmp_path, method="rtn")
+    ignore = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any("experts" in pattern for pattern in ignore)
+    with torch.inference_mode():
+        ours = open_model(tmp_path).module
+        expected = module(TOKENS).logits
+        assert torch.allclose(ours(TOKENS).logits, expected, atol=0.05 * float(expected.float().std()))
+
+
+def test_a_model_without_stacked_experts_is_refused(tiny_model: Path) -> None:
+    plan = Quantize(group_size=32, experts="quantize").plan(describe(resolve(tiny_model)))
+    assert "no stacked experts" in plan.refusals[0]
