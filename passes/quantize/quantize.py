@@ -34,6 +34,11 @@ class Quantize(Pass):
     Config = QuantizeConfig
     config: QuantizeConfig
 
+    def calibrates(self) -> bool:
+        """Whether any method, also one of the overrides, measures activations."""
+        methods = {self.config.method, *(override.method for override in self.config.overrides.values())}
+        return bool(methods & CALIBRATED)
+
     def plan(self, info: ModelInfo) -> PlanItem:
         """Modules, bytes and refusals from the headers. Raises UsageError where a pattern matches no module."""
         from .targets import resolve
