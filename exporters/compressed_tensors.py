@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from ..runtime.kernels.packed import QuantScheme
 
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
+EXPERTS = r"re:.*\.experts\.\d+\."
+"""The target by which transformers finds the scheme of experts among several."""
+
+
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     """The `quantization_config` of config.json for the quantized layers of `model`; None where there are none.
 
@@ -32,7 +37,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     import compressed_tensors
     from torch import nn
 
-    from ..runtime.experts import find_stacked
+    from ..runtime.experts import find_stacked, unreadable_experts
     from ..runtime.kernels.formats import QUANTIZED
 
     schemes: dict[QuantScheme, list[str]] = {}
@@ -47,9 +52,13 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     ignore += [f"re:{re.escape(name)}(\\.|$)" for name in find_stacked(model)]
     dtype = getattr(model, "dtype", None)
     check_loadable(schemes, dtype)
+    experts = {scheme for scheme, names in schemes.items() if any(EXPERT.search(name) for name in names)}
+    reason = unreadable_experts(experts)
+    if reason:
+        raise UsageError(reason)
     groups = {
         f"group_{i}": {
-            "targets": ["Linear"] if len(schemes) == 1 else names,
+            "targets": ["Linear"] if len(schemes) == 1 else names + [EXPERTS] * (scheme in experts),
             "weights": _weight_arguments(scheme),
             "input_activations": _input_arguments(scheme),
             "output_activations": None,

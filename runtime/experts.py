@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .kernels.packed import QuantScheme
+
 
 class Expert(nn.Module):
     """One expert's layers; `Experts` runs them."""
@@ -92,6 +94,26 @@ def stored_singly(names: Iterable[str], stacked: Iterable[str]) -> list[str]:
     """Those of the `stacked` modules whose experts have tensors of their own among the `names` of a checkpoint."""
     prefixes = {name.rsplit(".", 3)[0] for name in names if ".0.gate_proj." in name}
     return [name for name in stacked if name in prefixes]
+
+
+def unreadable_experts(schemes: Iterable[QuantScheme]) -> str:
+    """Why transformers could not read experts in these schemes, one each; empty where it can.
+
+    While it stacks them it decompresses them, all by one scheme, and knows neither zero points nor nvfp4's divisor nor
+    int8 weights with int8 inputs nor blocks there. The inputs of float8 experts it leaves as they are.
+    """
+    distinct = set(schemes)
+    if len(distinct) > 1:
+        return f"experts in {len(distinct)} schemes cannot be loaded by transformers: give all of them one scheme"
+    for scheme in distinct:
+        plain = scheme.format == "pack-quantized" and scheme.symmetric
+        channels = scheme.format == "float-quantized" and scheme.group_size == -1
+        if not (plain or channels or scheme.format == "mxfp4-pack-quantized"):
+            return (
+                "experts in this scheme cannot be loaded by transformers: use a symmetric one without int8 "
+                "activations, fp8 with a scale a channel, or mxfp4"
+            )
+    return ""
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:

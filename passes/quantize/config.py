@@ -86,10 +86,10 @@ class Config(Options):
         "keep", description="Whether the output head is quantized. It is left as it is unless asked for."
     )
     experts: Literal["keep", "quantize"] = Field(
-        "keep",
-        description="Whether the stacked experts of mixture-of-experts blocks are quantized, as the linear layers that "
-        "checkpoints store them as (`*.experts.0.gate_proj` …). With calibration, an expert that no token reaches is "
-        "an error: give more text, or `overrides` with a method that needs none.",
+        "quantize",
+        description="Whether the experts of mixture-of-experts blocks are quantized, as the single linear layers that "
+        "checkpoints have (`*.experts.0.gate_proj` …); experts stored as one tensor stay as they are. With "
+        "calibration, an expert that no token reaches is an error: give more text, or `overrides` with a method that needs none.",
     )
     untie: bool = Field(
         False,

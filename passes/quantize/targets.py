@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import UsageError
-from ...runtime.experts import expert_shapes, find_stacked, stored_singly
 from ...runtime.kernels.packed import QuantScheme
+from .moe import expert_refusals, quantizable_experts
 from .patterns import select
 from .schemes import OWN_INPUTS, make_scheme
 
@@ -56,8 +56,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
     """
     shapes, head = dict(info.linear_shapes), info.output_embedding_name
     out = Targets()
-    if config.experts == "quantize":
-        shapes |= _expert_shapes(info, out)
+    experts = quantizable_experts(info) if config.experts == "quantize" else {}
+    shapes |= experts
     if not _source_can_be_quantized(info, out):
         return out
     names = list(shapes)
@@ -108,6 +108,7 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
             f"{len(schemes)} different schemes, an asymmetric one among them: transformers loads an asymmetric "
             "model only if all its modules share one scheme. Use one scheme, or set `symmetric: true` for all"
         )
+    out.refusals += expert_refusals(info, experts, {target.name: target.scheme for target in out.modules})
     if config.desc_act and not config.static_groups and any(t.method == "gptq" for t in out.modules):
         out.refusals.append(
             "activation order without static groups needs a group index per column, which compressed-tensors no longer "
@@ -117,18 +118,6 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
         out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")
     _add_notes(out, info)
     return out
-
-
-def _expert_shapes(info: ModelInfo, out: Targets) -> dict[str, tuple[int, int]]:
-    """The linear layers of all experts; a refusal where there are none, or their checkpoint has them otherwise."""
-    stacked = find_stacked(info.skeleton)
-    single = stored_singly(info.tensors, stacked)
-    if not stacked:
-        out.refusals.append("the model has no stacked experts of a layout that is known: set `experts: keep`")
-    elif len(single) < len(stacked):
-        name = next(name for name in stacked if name not in single)
-        out.refusals.append(f"the weight files do not have {name}.0.gate_proj and so on: set `experts: keep`")
-    return {key: shape for name in single for key, shape in expert_shapes(name, stacked[name]).items()}
 
 
 def _source_can_be_quantized(info: ModelInfo, out: Targets) -> bool:
