@@ -89,7 +89,8 @@ class Config(Options):
         "quantize",
         description="Whether the experts of mixture-of-experts blocks are quantized, as the single linear layers that "
         "checkpoints have (`*.experts.0.gate_proj` …); experts stored as one tensor stay as they are. With "
-        "calibration, an expert that no token reaches is an error: give more text, or `overrides` with a method that needs none.",
+        "calibration, an expert that no token reaches is an error: give more text, or `overrides` with a method that "
+        "needs none.",
     )
     untie: bool = Field(
         False,
