@@ -25,7 +25,7 @@ def expert_refusals(info: ModelInfo, shapes: dict[str, tuple[int, int]], schemes
     """
     if not schemes:
         return []
-    stacked = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3]
+    stacked = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3 and "experts" in n]
     singly = [name for name in stacked if name not in info.tensors]
     chosen = [schemes[name] for name in shapes if name in schemes]
     kept = bool(singly) and len(chosen) < max(1, len(shapes))
