@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 SMALL = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.1, "tie_word_embeddings": False,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 EXTRA: dict[str, dict[str, object]] = {
-    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"layer_types": ["full_attention"]},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 128},
     "mixtral": {"num_local_experts": 4},
 }
@@ -159,11 +159,11 @@ def test_a_norm_that_also_feeds_the_residual_is_refused() -> None:
     with torch.no_grad():
         folds = find_folds(block, lambda: block(x))
     assert [fold.source for fold in folds.folds] == ["up"]
-    assert folds.refused == {("up",): "a scale moved out of norm changes the block's output"}
+    assert list(folds.refused) == [("up",)] and "move out of norm" in folds.refused["up",]
 
 
 def test_weights_used_elsewhere_are_no_sources() -> None:
-    model = make("llama")
+    model = make("llama", num_hidden_layers=2)
     model.model.norm.weight = model.model.layers[0].input_layernorm.weight
     block, run = block_runs(model)[0]
     shared = shared_modules(model, "model.layers.0")
@@ -275,7 +275,7 @@ def test_the_pass_is_closer_than_rounding_to_nearest(kind: str) -> None:
     errors = {}
     for method in ("rtn", "awq"):
         model = make(kind)
-        report = quantize(model, method=method, bits=4, group_size=32)
+        report = quantize(model, method=method, bits=4, group_size=32, scale_steps=8)
         errors[method] = distance(model, reference)
     assert errors["awq"] < 0.8 * errors["rtn"]
     first = report.layers[0]
@@ -302,7 +302,7 @@ def test_many_bits_give_back_the_model_whatever_is_scaled(options: dict[str, obj
 
 
 def test_layers_that_cannot_be_scaled_say_why() -> None:
-    report = quantize(make("olmo2", num_hidden_layers=1), method="awq", group_size=32)
+    report = quantize(make("olmo2"), method="awq", group_size=32)
     lines = {line["name"]: line for line in report.layers}
     assert "hands its output straight" in lines["model.layers.0.self_attn.q_proj"]["unscaled"]
     assert lines["model.layers.0.mlp.down_proj"]["scaled_by"] == "mlp.up_proj"

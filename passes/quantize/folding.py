@@ -59,10 +59,11 @@ class Folds:
 
 @dataclass
 class _Call:
-    """One call of a module during the traced forward."""
+    """One call of a module with a weight during the traced forward."""
 
     name: str
-    module: nn.Module
+    linear: bool
+    weight: torch.Tensor
     inputs: torch.Tensor
     output: torch.Tensor
 
@@ -74,16 +75,16 @@ def find_folds(block: nn.Module, run: BlockOutput, shared: frozenset[str] = froz
     of the model use too, which are no sources. The block is left as it was.
     """
     calls = list(_trace(block, run))
-    found = Folds()
+    found, before = Folds(), run().float()
     groups: dict[int, list[_Call]] = {}
     for call in calls:
-        if isinstance(call.module, nn.Linear):
+        if call.linear:
             groups.setdefault(id(call.inputs), []).append(call)
     for group in groups.values():
         names = tuple(dict.fromkeys(call.name for call in group))
         candidates = list(_candidates(block, group, calls))
         usable = [fold for fold in candidates if fold.source not in shared]
-        right = next((fold for fold in usable if _is_exact(block, run, fold)), None)
+        right = next((fold for fold in usable if _is_exact(block, run, before, fold)), None)
         if right is not None:
             found.folds.append(right)
         else:
@@ -97,29 +98,34 @@ def apply_fold(block: nn.Module, fold: Fold, scales: torch.Tensor) -> torch.Tens
     A norm's weight is rounded to its dtype first, and the consumers get the scale that this rounded weight gives, so
     that rounding it costs nothing. Channels of a norm that are always zero are left alone.
     """
-    source = block.get_submodule(fold.source)
-    weight, bias = source.weight, getattr(source, "bias", None)
-    rows = fold.rows
+    parameters, rows = dict(block.get_submodule(fold.source).named_parameters(recurse=False)), fold.rows
+    weight, bias = parameters["weight"], parameters.get("bias")
     if weight.dim() == 1:
         old = weight.detach()[rows].float() + fold.offset
-        weight.data[rows] = (old / scales - fold.offset).to(weight.dtype)
-        new = weight.detach()[rows].float() + fold.offset
+        new = (old / scales - fold.offset).to(weight.dtype).float() + fold.offset
         usable = (old != 0) & (new != 0)
-        weight.data[rows] = torch.where(usable, weight.detach()[rows], (old - fold.offset).to(weight.dtype))
         scales = torch.where(usable, old / new, 1.0)
+        _overwrite(weight, rows, torch.where(usable, new, old) - fold.offset)
     else:
-        weight.data[rows] = (weight.detach()[rows].float() / scales[:, None]).to(weight.dtype)
+        _overwrite(weight, rows, weight.detach()[rows].float() / scales[:, None])
     if bias is not None:
-        bias.data[rows] = (bias.detach()[rows].float() / scales).to(bias.dtype)
+        _overwrite(bias, rows, bias.detach()[rows].float() / scales)
     scale_columns(block, fold, scales)
     return scales
+
+
+def _overwrite(parameter: nn.Parameter, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Give the parameter these rows, in its dtype and in new memory: the old may belong to a file."""
+    changed = parameter.detach().clone()
+    changed[rows] = values.to(parameter.dtype)
+    parameter.data = changed
 
 
 def scale_columns(block: nn.Module, fold: Fold, scales: torch.Tensor) -> None:
     """Multiply the consumers' input columns by the scales of their channels."""
     columns = fold.columns(scales)
     for name in fold.consumers:
-        weight = block.get_submodule(name).weight
+        weight = block.get_parameter(f"{name}.weight")
         weight.data = (weight.detach().float() * columns).to(weight.dtype)
 
 
@@ -138,7 +144,8 @@ def shared_modules(model: nn.Module, block_name: str) -> frozenset[str]:
         tied |= {*ties.keys(), *ties.values()}
     prefix = f"{block_name}."
     found = {name[len(prefix) :].rpartition(".")[0] for name in tied if name.startswith(prefix)}
-    if getattr(model.config.get_text_config(), "num_kv_shared_layers", None):
+    config: Any = model.config
+    if getattr(config.get_text_config(), "num_kv_shared_layers", None):
         block = model.get_submodule(block_name)
         attention = [name for name, module in block.named_modules() if _head_dim(module) is not None]
         found |= {f"{name}.{child}" for name in attention for child, _ in block.get_submodule(name).named_children()}
@@ -151,8 +158,10 @@ def _trace(block: nn.Module, run: BlockOutput) -> Iterator[_Call]:
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            weight = module.weight
             if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                calls.append(_Call(name, module, args[0], output))
+                assert isinstance(weight, torch.Tensor)
+                calls.append(_Call(name, isinstance(module, nn.Linear), weight, args[0], output))
 
         return hook
 
@@ -169,20 +178,20 @@ def _trace(block: nn.Module, run: BlockOutput) -> Iterator[_Call]:
 def _candidates(block: nn.Module, group: Sequence[_Call], calls: Sequence[_Call]) -> Iterator[Fold]:
     """Folds that the structure allows for layers with the same input, the likeliest first."""
     names = tuple(dict.fromkeys(call.name for call in group))
-    columns = group[0].module.in_features
+    columns = group[0].weight.shape[1]
     device = group[0].inputs.device
     for call in calls:
-        if call.output is group[0].inputs and call.module.weight.dim() == 1 and len(call.module.weight) == columns:
+        if call.output is group[0].inputs and call.weight.shape == (columns,):
             every = torch.arange(columns, device=device)
             for offset in (0, 1):
                 yield Fold(call.name, names, every, every, offset)
             return
     parent = names[0].rpartition(".")[0]
     first = next(i for i, call in enumerate(calls) if call.inputs is group[0].inputs)
-    earlier = [c for c in calls[:first] if isinstance(c.module, nn.Linear) and c.name.rpartition(".")[0] == parent]
+    earlier = [c for c in calls[:first] if c.linear and c.name.rpartition(".")[0] == parent]
     head_dim = _head_dim(block.get_submodule(parent))
     for call in reversed(earlier):
-        for rows, channels in _layouts(call.module.out_features, columns, head_dim):
+        for rows, channels in _layouts(len(call.weight), columns, head_dim):
             yield Fold(call.name, names, rows.to(device), channels.to(device))
 
 
@@ -225,20 +234,19 @@ def _repeated(times: int, kv_heads: int, head_dim: int) -> torch.Tensor:
     return torch.arange(kv_heads * head_dim).view(kv_heads, 1, head_dim).expand(-1, times, -1).flatten()
 
 
-def _is_exact(block: nn.Module, run: BlockOutput, fold: Fold) -> bool:
-    """Whether folding leaves the block's output alone where scaling the consumers alone would change it."""
+def _is_exact(block: nn.Module, run: BlockOutput, before: torch.Tensor, fold: Fold) -> bool:
+    """Whether folding leaves the output `before` alone where scaling the consumers alone would change it."""
     generator = torch.Generator().manual_seed(0)
     powers = torch.randint(-1, 2, (len(fold.rows),), generator=generator)
     scales = torch.exp2(powers.float()).to(fold.rows.device)
-    before = run().float()
     with _restored(block, fold):
         scale_columns(block, fold, scales)
         uncompensated = (run().float() - before).norm()
     with _restored(block, fold):
         apply_fold(block, fold, scales)
         left = (run().float() - before).norm()
-    # 1 + weight is not exact in the weight's dtype as a power of two times weight is.
-    rounding = 4 * torch.finfo(before.dtype if not fold.offset else block.get_submodule(fold.source).weight.dtype).eps
+    # Unlike a power of two times a weight, 1 + weight is not exact in the weight's dtype.
+    rounding = 4 * torch.finfo(block.get_parameter(f"{fold.source}.weight").dtype).eps if fold.offset else 0.0
     return bool(uncompensated > 0) and bool(left <= (EXACT + rounding) * uncompensated)
 
 
@@ -260,4 +268,4 @@ def _reason(candidates: Sequence[Fold], usable: Sequence[Fold]) -> str:
     sources = ", ".join(dict.fromkeys(fold.source for fold in candidates))
     if not usable:
         return f"the weight of {sources} is used elsewhere in the model too"
-    return f"a scale moved out of {sources} changes the block's output"
+    return f"the probe does not show that a scale can move out of {sources} without a change of the block's output"

@@ -206,6 +206,11 @@ def _seconds(targets: Targets, config: QuantizeConfig) -> float:
             flops = ASSUMED_TOKENS * target.num_weights * 2 * passes
             flops += target.num_weights * target.in_features * 12
             seconds += flops / 2.5e11 + target.in_features * 2e-5
+        if target.method in ("awq", "smoothquant"):
+            tries, rows = config.scale_steps, 2048
+            if target.method == "awq":
+                tries, rows = tries // 2 + 3, target.in_features
+            seconds += tries * target.num_weights * (2 * rows / 2.5e11 + 5e-9)
     for columns in {target.in_features for target in targets.modules if target.method in CALIBRATED}:
         layers = sum(target.in_features == columns for target in targets.modules)
         seconds += layers / 3 * ASSUMED_TOKENS * columns**2 * passes / 1.8e11

@@ -37,10 +37,11 @@ def scale_block(work: BlockWork, targets: list[Target]) -> None:
     prefix = f"{block_name}."
     own = {target.name.removeprefix(prefix): target for target in targets}
     found = find_folds(work.block, _probe(work), shared_modules(work.model, block_name))
-    for names, reason in found.refused.items():
-        for name in names:
+    for refused, reason in found.refused.items():
+        for name in refused:
             work.facts[prefix + name] = {"unscaled": reason}
-    folds = {names[0]: (fold, names) for fold in found.folds if (names := [n for n in fold.consumers if n in own])}
+    consumers = [(fold, [name for name in fold.consumers if name in own]) for fold in found.folds]
+    folds = {names[0]: (fold, names) for fold, names in consumers if names}
     leaders = {name: work.block.get_submodule(name) for name in folds}
     keep = -(-SAMPLED_ROWS // len(work.captured)) if method == "smoothquant" else 0
     with sampling(leaders, keep) as samples:
@@ -50,7 +51,7 @@ def scale_block(work: BlockWork, targets: list[Target]) -> None:
         if hessian.rows == 0:
             facts: dict[str, Any] = {"unscaled": "no calibration token reached it"}
         else:
-            layers = [(work.block.get_submodule(name).weight.detach(), own[name].scheme) for name in names]
+            layers = [(work.block.get_parameter(f"{name}.weight").detach(), own[name].scheme) for name in names]
             choice = _choose(method, fold, layers, hessian, samples[leader], work.config.scale_steps)
             columns = fold.columns(apply_fold(work.block, fold, choice.scales))
             if work.original is not None:
