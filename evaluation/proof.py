@@ -39,6 +39,7 @@ class ProofSettings(Options):
     engine: str = "auto"
     rounds: int = 3
     trust_remote_code: bool = False
+    max_memory: int | None = None
 
 
 def prove(
@@ -71,8 +72,11 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     from ..runtime.llm import LLM
     from ..runtime.open import open_model
     from .memory import peak_rss
+    from .proof_streamed import examine_streamed, too_large
     from .speed import measure_speed
 
+    if too_large(folder, settings.max_memory):
+        return examine_streamed(folder, reference, settings)
     start = time.perf_counter()
     device = proof_device(folder, settings.device)
     opened = open_model(folder, device, settings.dtype, trust_remote_code=settings.trust_remote_code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,17 +35,19 @@ def write_reference(
     windows: torch.Tensor,
     path: str | Path,
     metadata: dict[str, Any] | None = None,
+    scored: Iterable[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> Perplexity:
     """Write the model's logits over `windows` (int64 `[n, length]`) and return its perplexity there.
 
-    `metadata` (JSON-serializable) is kept in the file beside what this function adds. A failed write leaves no file.
+    `metadata` (JSON-serializable) is kept in the file beside what this function adds. scored: ids and logits of each
+    window from elsewhere, as `window_logits` gives them. A failed write leaves no file.
     Raises RunError where the disk is full.
     """
     path = Path(path)
     meter = PerplexityMeter()
     try:
         with path.open("wb") as file:
-            for ids, logits in window_logits(model, windows):
+            for ids, logits in window_logits(model, windows) if scored is None else scored:
                 if meter.num_windows == 0:
                     header = _header(windows, logits, {**(metadata or {}), "probe_ids": probe_ids(tokenizer)})
                     file.write(len(header).to_bytes(8, "little") + header)

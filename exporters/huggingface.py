@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from ..optimizer.errors import RunError
 from ..runtime.open import quiet_transformers
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..optimizer.model import LoadedModel
 
 CARRIED = ("*.py", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -23,6 +25,7 @@ class HuggingFaceExporter(Exporter):
     """safetensors weights (quantized ones as compressed-tensors `pack-quantized`), config, tokenizer, chat template."""
 
     name = "huggingface"
+    streams: ClassVar[bool] = True
 
     class Config(Options):
         max_shard_size: str = Field(
@@ -39,7 +42,7 @@ class HuggingFaceExporter(Exporter):
             module.config.quantization_config = quantization
         module.config.use_cache = True
         with quiet_transformers():
-            module.save_pretrained(directory, max_shard_size=self.config.max_shard_size)
+            self._save_module(model, directory)
             model.tokenizer.save_pretrained(directory)
             model.generation_config.save_pretrained(directory)
         for pattern in CARRIED:
@@ -54,6 +57,24 @@ class HuggingFaceExporter(Exporter):
             "format": quantization["format"] if quantization else str(module.dtype).removeprefix("torch."),
             "quantized_modules": sum(1 for _ in packed_modules(module)),
         }
+
+    def _save_module(self, model: LoadedModel, directory: Path) -> None:
+        """Write config and weights as `save_pretrained` does; those of a lazy model one tensor after another."""
+        from ..runtime.memory import parse_size
+        from .shards import write_shards
+
+        module, limit = cast("PreTrainedModel", model.module), parse_size(self.config.max_shard_size)
+        if model.weights is None:
+            module.save_pretrained(directory, max_shard_size=limit)
+            return
+        module.config.dtype = str(module.dtype).removeprefix("torch.")
+        module.config.architectures = [type(module).__name__]
+        if module.is_remote_code():
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(module, directory, config=module.config)
+        module.config.save_pretrained(directory)
+        write_shards(module, model.weights, directory, limit)
 
 
 def _carry_draft(model: LoadedModel, directory: Path) -> None:

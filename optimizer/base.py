@@ -104,6 +104,11 @@ class Plugin(ABC):
     version: ClassVar[str] = "1"
     """Part of the cache key beside the source code's hash: raise it when results change for another reason."""
 
+    streams: ClassVar[bool] = False
+    """Whether a pass's `run` or an exporter's `export` takes a lazy model, whose weights stay in their files: it has
+    modules read one at a time (`LoadedModel.loaded`) and, where it changes weights, commits the changed tensors to
+    `context.checkpoint` and overlays them. For a plugin that says False the whole model is read into memory."""
+
     class Config(Options):
         """No options."""
 
@@ -136,10 +141,6 @@ class Pass(Plugin):
     changes_weights: ClassVar[bool] = True
     """Whether `run` may change tensors. A pass that only writes the RuntimeSpec says False: its result is then cached
     without a copy of the weights."""
-    streams: ClassVar[bool] = False
-    """Whether `run` takes a lazy model, whose weights stay in their files (see `LoadedModel.loaded`): it reads modules
-    one at a time and, where it changes weights, commits the changed tensors to `context.checkpoint` and overlays them.
-    Before a pass that says False the whole model is read into memory."""
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()

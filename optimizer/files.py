@@ -80,7 +80,7 @@ def temporary_sibling(target: Path) -> Path:
     for old in target.parent.glob(f"{glob.escape(prefix)}*"):
         owner = old.name.removeprefix(prefix)
         pid = owner.partition("-")[0]
-        if not pid.isdigit() or not _alive(int(pid)):
+        if not pid.isdigit() or not alive(int(pid)):
             shutil.rmtree(old, ignore_errors=True)
     folder = target.parent / f"{prefix}{os.getpid()}-{next(_numbers)}"
     folder.mkdir(parents=True)
@@ -94,7 +94,7 @@ def scratch_folder(base: Path) -> Iterator[Path]:
     work.mkdir(parents=True, exist_ok=True)
     for old in work.iterdir():
         owner = old.name.partition("-")[0]
-        if owner.isdigit() and not _alive(int(owner)):
+        if owner.isdigit() and not alive(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=work))
     try:
@@ -103,7 +103,8 @@ def scratch_folder(base: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether a process of that number runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..evaluation.perplexity import Perplexity
 from ..evaluation.proof import prove
+from ..evaluation.proof_streamed import too_large
 from ..runtime.weight_files import weight_files
 from .files import folder_bytes
 from .model import ModelInfo
@@ -36,7 +37,11 @@ def prove_and_compare(
     `divergence` (KL in nats, top-1 agreement, and the ratios that gates limit). Raises RunError where the artifact
     does not open or answer.
     """
-    settings = {**recipe.evaluate.model_dump(), "trust_remote_code": info.trust_remote_code}
+    settings: dict[str, Any] = {
+        **recipe.evaluate.model_dump(),
+        "trust_remote_code": info.trust_remote_code,
+        "max_memory": recipe.max_memory,
+    }
     proof = prove(artifact, reference, settings)
     after = {
         "disk_bytes": sum(file.stat().st_size for file in weight_files(artifact)),
@@ -47,7 +52,8 @@ def prove_and_compare(
         "perplexity": proof["perplexity"]["perplexity"],
     }
     before = dict(before)
-    if recipe.evaluate.speed:
+    timed = proof["speed"] is not None and not too_large(info.source.folder, recipe.max_memory)
+    if timed:
         source = prove(
             info.source.folder,
             None,
@@ -66,7 +72,7 @@ def prove_and_compare(
         "perplexity_increase": after["perplexity"] / before["perplexity"] - 1,
         "compression": before["disk_bytes"] / after["disk_bytes"],
     }
-    if recipe.evaluate.speed:
+    if timed:
         divergence["decode_speedup"] = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     return {"before": before, "after": after, "divergence": divergence}, proof["certificate"]
 

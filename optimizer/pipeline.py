@@ -6,18 +6,21 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..evaluation.memory import weight_bytes
 from ..evaluation.perplexity import Perplexity
+from ..evaluation.proof_streamed import too_large
 from ..evaluation.reference import write_reference
+from ..evaluation.streamed import streamed_logits
 from ..evaluation.texts import check_vocabulary, token_windows
 from ..runtime.chat import context_length
+from ..runtime.memory import available_memory
 from .artifact import Artifact
-from .base import Context, Pass, PassReport
+from .base import Context
 from .calibration import Calibration, Source, read_text
 from .calibration_sources import make_source
 from .chain import check_chain
@@ -30,13 +33,13 @@ from .gates import judge
 from .manifest import GateRecord, Manifest, Note, PassRecord, SourceRecord, hash_files
 from .measure import prove_and_compare, source_figures
 from .model import LoadedModel, SourceIdentity
+from .pass_runner import PassRunner, materialize
 from .planning import Plan, make_plan
 from .recipe import EvaluateOptions, LoadedRecipe
-from .registry import code_hash
 from .runtime_spec import RuntimeSpec
-from .source_model import load_source
+from .source_model import load_source, open_source
 from .sources import describe
-from .workspace import CachedPass, Workspace, fingerprint, pass_keys
+from .workspace import Workspace
 
 
 @dataclass
@@ -111,7 +114,23 @@ class Run:
             raise UsageError(f"cannot be written: {error.strerror}", str(out), "Choose another --out") from None
 
     def _load(self) -> LoadedModel:
-        return load_source(self.source, self.recipe.dtype, self.settings.trust_remote_code)
+        """The source: lazy where every stage can stream, or where memory does not hold it comfortably."""
+        arguments = (self.source, self.recipe.dtype, self.settings.trust_remote_code)
+        stages = [*self.loaded.passes, self.loaded.exporter]
+        if all(stage.streams for stage in stages) or self._is_large():
+            opened = open_source(*arguments)
+            if isinstance(opened, LoadedModel):
+                return opened
+            self._note("load", f"the source is loaded whole: {opened}")
+        return load_source(*arguments)
+
+    def _is_large(self) -> bool:
+        allowed = self.recipe.max_memory or available_memory()
+        return self.info.weight_bytes > allowed / 2
+
+    def _note(self, stage: str, message: str) -> None:
+        self.notes.append({"stage": stage, "kind": "note", "message": message})
+        self._emit("note", stage, message, data={"note": "note"})
 
     def _reference(self, model: LoadedModel) -> tuple[dict[str, Any], Path]:
         options = self.recipe.evaluate
@@ -122,9 +141,11 @@ class Run:
         self._check_context(model, options)
         path = self.workdir / "reference.safetensors"
         require_space(path, windows.numel() * vocabulary * self.info.dtype_bytes, "Keeping the source's logits")
-        perplexity = write_reference(model.module, model.tokenizer, windows, path)
+        scored = streamed_logits(model, windows) if model.weights is not None else None
+        perplexity = write_reference(model.module, model.tokenizer, windows, path, scored=scored)
         _require_sense(perplexity, vocabulary, self.source)
-        return source_figures(self.info, weight_bytes(model.module), perplexity), path
+        in_files = model.weights.nbytes if model.weights is not None else 0
+        return source_figures(self.info, weight_bytes(model.module) + in_files, perplexity), path
 
     def _check_context(self, model: LoadedModel, options: EvaluateOptions) -> None:
         """Raise UsageError where the evaluation asks for more tokens than the model's context holds."""
@@ -140,8 +161,9 @@ class Run:
         options = self.recipe.calibration
         samples, length = options.num_samples or 1, options.sequence_length or 2
         calibration = Calibration(model.tokenizer, self.calibration_source, samples, length)
-        seed = self.recipe.seed
-        return Context(self.info, calibration, seed, self.workdir, stage, self.settings.listener, self.notes)
+        context = Context(self.info, calibration, self.recipe.seed, self.workdir, stage, self.settings.listener)
+        context.notes, context.max_memory = self.notes, self.recipe.max_memory
+        return context
 
     @cached_property
     def calibration_source(self) -> Source:
@@ -151,65 +173,13 @@ class Run:
         return make_source(self.recipe.calibration, self.source, self.recipe.seed, cache, trust)
 
     def _run_passes(self, model: LoadedModel) -> LoadedModel:
-        passes = self.loaded.passes
-        keys = pass_keys(passes, self._key_base())
-        done: list[tuple[Pass, PassReport]] = []
-        first, cached = self._longest_cached(keys)
-        if cached is not None:
-            known = [self.workspace.lookup(key) for key in keys[: first + 1]]
-            done = [(item, entry.report) for item, entry in zip(passes, known) if entry is not None]
-            try:
-                self.workspace.load(cached, model, done)
-            except RunError as error:
-                self._context(model, passes[first].name).note("note", f"{error}; the passes run again")
-                model, done, cached = self._load(), [], None
-            else:
-                for item, entry in zip(passes, known):
-                    assert entry is not None
-                    self._record(item, entry, cached=True)
-        weights_key = cached.weights_key if cached else None
-        for index in range(len(done), len(passes)):
-            weights_key = self._run_pass(model, passes[index], keys[index], weights_key)
+        def cached(name: str) -> None:
+            self._emit("stage_finished", name, "from the cache", data={"cached": True})
+
+        runner = PassRunner(self.loaded.passes, self.workspace, self._load, self._context, self._stage, cached)
+        model = runner.run(model, self._key_base())
+        self.records, self.calibrated = runner.records, runner.calibrated
         return model
-
-    def _longest_cached(self, keys: list[str]) -> tuple[int, CachedPass | None]:
-        """The last pass up to which every result is known, and its entry."""
-        last: tuple[int, CachedPass | None] = (-1, None)
-        for index, key in enumerate(keys):
-            cached = self.workspace.lookup(key)
-            if cached is None:
-                break
-            last = (index, cached)
-        return last
-
-    def _run_pass(self, model: LoadedModel, item: Pass, key: str, weights_key: str | None) -> str | None:
-        import torch
-
-        context = self._context(model, item.name)
-        before, noted, start = fingerprint(model), len(self.notes), time.perf_counter()
-        torch.manual_seed(self.recipe.seed)
-        with self._stage(item.name):
-            report = item.run(model, context)
-            changed = item.changes_weights or fingerprint(model) != before
-            seconds = time.perf_counter() - start
-            runtime = model.runtime.model_copy(deep=True)
-            used = context.calibration.used
-            entry = CachedPass(report, runtime, self.notes[noted:], seconds, weights_key, used)
-            self.workspace.store(key, entry, model, context, changed_weights=changed)
-        self._record(item, entry, cached=False)
-        return key if changed else weights_key
-
-    def _record(self, item: Pass, entry: CachedPass, cached: bool) -> None:
-        if cached:
-            self.notes.extend(entry.notes)
-            self._emit("stage_finished", item.name, "from the cache", data={"cached": True})
-        config = item.config.model_dump(mode="json")
-        code, report = code_hash(type(item)), asdict(entry.report)
-        record = PassRecord(
-            name=item.name, config=config, code_sha256=code, seconds=round(entry.seconds, 3), cached=cached, **report
-        )
-        self.records.append(record)
-        self.calibrated |= entry.calibrated
 
     def _key_base(self) -> dict[str, Any]:
         options = self.recipe.calibration
@@ -238,7 +208,10 @@ class Run:
         out = self.settings.out
         exporter = self.loaded.exporter
         with self._stage(exporter.name):
-            details = exporter.export(model, temporary, self._context(model, exporter.name))
+            context = self._context(model, exporter.name)
+            if model.weights is not None and not exporter.streams:
+                materialize(model, context)
+            details = exporter.export(model, temporary, context)
         runtime = model.runtime.model_copy(deep=True)
         calibration = self._context(model, "").calibration
         manifest = self._manifest(temporary, details, runtime, calibration)
@@ -282,9 +255,18 @@ class Run:
     def _gate_error(self, failed: list[GateRecord], folder: Path, kept: Path | None) -> None:
         from ..evaluation.attribution import attribute
 
+        if too_large(self.source.folder, self.recipe.max_memory):
+            raise GateError("; ".join(describe_gate(gate) for gate in failed), shares=self._own_errors(), kept=kept)
         with self._stage("attribution"):
             shares = attribute(self.source.folder, folder, read_text(self.recipe.evaluate.text, "evaluation"))
         raise GateError("; ".join(describe_gate(gate) for gate in failed), shares=shares, kept=kept)
+
+    def _own_errors(self) -> list[tuple[str, float]]:
+        """Layers by their own relative error, as shares of the sum, worst first: stands in for measured shares where
+        the two models do not fit into memory."""
+        errors = {line["name"]: line["error"] for record in self.records for line in record.layers if "error" in line}
+        total = sum(errors.values()) or 1.0
+        return sorted(((name, error / total) for name, error in errors.items()), key=lambda item: -item[1])
 
     def _emit(self, kind: Any, stage: str = "", message: str = "", data: dict[str, Any] | None = None) -> None:
         self.settings.listener(Event(kind, stage, message, data=data or {}))

@@ -3,7 +3,9 @@
 A pass's key is a hash over everything that its result depends on: the source's contents, the dtype it was loaded in,
 every preceding pass and this one (name, options, source code), calibration, seed, and the versions of llmopt, torch
 and transformers. An entry holds the state dict, the model's config, the RuntimeSpec and the pass's report; it is
-written beside its place and renamed, so that a killed run leaves no half entry.
+written beside its place and renamed, so that a killed run leaves no half entry. The entry of a lazy model holds only
+the tensors that the pass changed, and names the entry that holds the rest. While a pass works in steps, what it has
+finished lies in a hidden folder, its checkpoint.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import Context, Pass, PassReport
+from .checkpoint import Checkpoint
 from .errors import RunError
-from .files import folder_bytes, fsync_tree, replace_folder, temporary_sibling
+from .files import alive, folder_bytes, fsync_tree, replace_folder, temporary_sibling
 from .registry import code_hash
 from .runtime_spec import RuntimeSpec
+from .state_files import check_complete, files, load_state, save_state
 
 if TYPE_CHECKING:
     from .model import LoadedModel
 
 STATE, META = "state.safetensors", "meta.json"
+PARTIAL, OWNER = ".partial-", ".owner-"
 
 
 @dataclass
@@ -84,8 +89,9 @@ class Workspace:
             )
         except (KeyError, TypeError, ValueError):
             return None
-        weights = cached.weights_key
-        if weights is not None and (not (self.folder / weights / STATE).exists() or self._meta(weights) is None):
+        try:
+            self._chain(cached.weights_key)
+        except (OSError, ValueError, KeyError):
             return None
         with suppress(OSError):
             os.utime(self.folder / key)
@@ -97,28 +103,80 @@ class Workspace:
         except (OSError, ValueError):
             return None
 
+    def _chain(self, key: str | None) -> list[tuple[Path, dict[str, str]]]:
+        """Folder and aliases of the entries that hold a model's weights after a pass, those of earlier passes first.
+
+        Raises OSError, ValueError or KeyError where one is gone or damaged.
+        """
+        chain = []
+        while key is not None:
+            folder = self.folder / key
+            meta = json.loads((folder / META).read_text(encoding="utf-8"))
+            if not any(folder.glob("*.safetensors")):
+                raise FileNotFoundError(str(folder))
+            chain.append((folder, meta["aliases"]))
+            key = meta["base"]
+        return chain[::-1]
+
     def load(self, cached: CachedPass, model: LoadedModel, done: list[tuple[Pass, PassReport]]) -> None:
-        """Bring a freshly loaded source to the state after `done`, whose last entry is `cached`.
+        """Bring a freshly opened source to the state after `done`, whose last entry is `cached`.
 
         Each pass repeats its changes of structure (`Pass.restore`), then the saved tensors take their places.
         Raises RunError where the saved tensors do not fit: the caller then runs the passes again.
         """
-        from safetensors.torch import load_file
-
         model.runtime = cached.runtime.model_copy(deep=True)
         if cached.weights_key is None:
             return
-        folder = self.folder / cached.weights_key
+        before = set(model.module.state_dict())
         for item, report in done:
             item.restore(model, report)
         try:
-            state = load_file(folder / STATE)
-            aliases = json.loads((folder / META).read_text(encoding="utf-8"))["aliases"]
-            state.update({alias: state[name] for alias, name in aliases.items()})
-            model.module.load_state_dict(state, strict=True, assign=True)
-            model.module.tie_weights()
+            for folder, aliases in self._chain(cached.weights_key):
+                if model.weights is not None:
+                    model.weights.overlay(files(folder), aliases)
+                else:
+                    before |= load_state(model, folder, aliases)
+            check_complete(model, before)
         except Exception as error:
-            raise RunError(f"a cached result does not fit ({type(error).__name__}: {error})", str(folder)) from None
+            where = str(self.folder / cached.weights_key)
+            raise RunError(f"a cached result does not fit ({type(error).__name__}: {error})", where) from None
+
+    def checkpoint(self, key: str, identity: dict[str, Any]) -> Checkpoint | None:
+        """Where a pass commits its steps; None without a cache, and where another live process has that place."""
+        if not self.enabled:
+            return None
+        owner = self.folder / f"{OWNER}{key}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError, ValueError):
+                if (number := int(owner.read_text())) != os.getpid() and alive(number):
+                    return None
+            owner.write_text(str(os.getpid()))
+            return Checkpoint(self.folder / f"{PARTIAL}{key}", identity)
+        except OSError:
+            return None
+
+    def drop_checkpoint(self, key: str) -> None:
+        """Remove a pass's checkpoint."""
+        shutil.rmtree(self.folder / f"{PARTIAL}{key}", ignore_errors=True)
+        (self.folder / f"{OWNER}{key}").unlink(missing_ok=True)
+
+    def keep(self, key: str, cached: CachedPass, model: LoadedModel, checkpoint: Checkpoint, context: Context) -> None:
+        """Make the checkpoint of a completed pass over a lazy model its entry. Where that fails a note says so."""
+        target, folder = self.folder / key, checkpoint.folder
+        if not self.enabled or folder.parent != self.folder or model.weights is None:
+            return
+        try:
+            checkpoint.finish()
+            self._write_meta(folder, key, cached, {}, changed=True, base=cached.weights_key)
+            fsync_tree(folder)
+            replace_folder(folder, target)
+        except (OSError, ValueError, TypeError) as error:
+            context.note("note", f"the result was not cached: {error}")
+            return
+        model.weights.overlay(files(target))
+        (self.folder / f"{OWNER}{key}").unlink(missing_ok=True)
+        self._evict(keep={key, *self._names(cached.weights_key)})
 
     def store(
         self, key: str, cached: CachedPass, model: LoadedModel, context: Context, *, changed_weights: bool
@@ -134,17 +192,8 @@ class Workspace:
             context.note("note", f"the result was not cached: {error.strerror}")
             return
         try:
-            aliases = _save_state(model, temporary / STATE) if changed_weights else {}
-            meta = {
-                "report": asdict(cached.report),
-                "runtime": cached.runtime.model_dump(mode="json"),
-                "notes": cached.notes,
-                "seconds": cached.seconds,
-                "weights_key": key if changed_weights else cached.weights_key,
-                "calibrated": cached.calibrated,
-                "aliases": aliases,
-            }
-            (temporary / META).write_text(json.dumps(meta), encoding="utf-8")
+            aliases = save_state(model, temporary / STATE) if changed_weights else {}
+            self._write_meta(temporary, key, cached, aliases, changed=changed_weights)
             fsync_tree(temporary)
             replace_folder(temporary, target)
         except (OSError, ValueError, TypeError) as error:
@@ -154,30 +203,55 @@ class Workspace:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._evict(keep={key, cached.weights_key or key})
+        self._evict(keep={key, *self._names(cached.weights_key)})
+
+    def _write_meta(
+        self,
+        folder: Path,
+        key: str,
+        cached: CachedPass,
+        aliases: dict[str, str],
+        changed: bool,
+        base: str | None = None,
+    ) -> None:
+        meta = {
+            "report": asdict(cached.report),
+            "runtime": cached.runtime.model_dump(mode="json"),
+            "notes": cached.notes,
+            "seconds": cached.seconds,
+            "weights_key": key if changed else cached.weights_key,
+            "base": base,
+            "calibrated": cached.calibrated,
+            "aliases": aliases,
+        }
+        (folder / META).write_text(json.dumps(meta), encoding="utf-8")
+
+    def _names(self, key: str | None) -> set[str]:
+        """Keys of the entries that a chain of weights rests on."""
+        with suppress(OSError, ValueError, KeyError):
+            return {folder.name for folder, _ in self._chain(key)}
+        return set()
 
     def _evict(self, keep: set[str]) -> None:
-        entries = [path for path in self.folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        """Remove the least recently used entries and abandoned checkpoints beyond the limit."""
+        busy = {name.name.removeprefix(OWNER) for name in self.folder.glob(f"{OWNER}*") if _owned(name)}
+        entries = [
+            path
+            for path in self.folder.iterdir()
+            if path.is_dir() and path.name.removeprefix(PARTIAL) not in busy and ".tmp-" not in path.name
+        ]
         entries.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         total = 0
         for path in entries:
             total += folder_bytes(path)
             if total > self.limit and path.name not in keep:
                 shutil.rmtree(path, ignore_errors=True)
+                if path.name.startswith(PARTIAL):
+                    (self.folder / f"{OWNER}{path.name.removeprefix(PARTIAL)}").unlink(missing_ok=True)
 
 
-def _save_state(model: LoadedModel, path: Path) -> dict[str, str]:
-    """Save the state dict; returns the names that share a tensor with another (tied weights) and which one."""
-    from safetensors.torch import save_file
-
-    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    aliases, state = {}, {}
-    for name, tensor in model.module.state_dict().items():
-        identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if tensor.numel() and identity in seen:
-            aliases[name] = seen[identity]
-            continue
-        seen[identity] = name
-        state[name] = tensor.detach().contiguous()
-    save_file(state, path)
-    return aliases
+def _owned(owner: Path) -> bool:
+    """Whether the process that an owner file names is alive."""
+    with suppress(OSError, ValueError):
+        return alive(int(owner.read_text()))
+    return False

@@ -35,6 +35,7 @@ class FlashAttention(Pass):
 
     name = "flash_attention"
     changes_weights: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"attention_backend"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"attention_backend"})
 
@@ -71,7 +72,18 @@ class FlashAttention(Pass):
         )
 
     def run(self, model: LoadedModel, context: Context) -> PassReport:
-        """Try, choose and record. Raises RunError where nothing that was allowed runs and agrees with eager."""
+        """Try, choose and record. Raises RunError where nothing that was allowed runs and agrees with eager.
+
+        A lazy model is tried with its first blocks alone (`blocks` in the report; None where all ran).
+        """
+        from ..runtime.lazy import leading_blocks
+
+        with leading_blocks(model) as blocks:
+            report = self._choose(model, context)
+        report.details["blocks"] = blocks
+        return report
+
+    def _choose(self, model: LoadedModel, context: Context) -> PassReport:
         module = cast("PreTrainedModel", model.module)
         ids = sample(context, self.config.num_tokens).to(module.device)
         before = module.config._attn_implementation

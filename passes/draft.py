@@ -25,6 +25,7 @@ class Draft(Pass):
 
     name = "draft"
     changes_weights: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"draft"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"draft"})
 

@@ -24,6 +24,7 @@ class KVCache(Pass):
 
     name = "kv_cache"
     changes_weights: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
 

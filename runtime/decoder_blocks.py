@@ -177,13 +177,23 @@ def logits_after(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor, cap
 
 @contextmanager
 def only_first(blocks: nn.ModuleList, count: int) -> Iterator[None]:
-    """While it lasts, only the first `count` blocks compute; the others hand their input on."""
-
-    def visit(index: int, state: torch.Tensor, call: BlockCall) -> torch.Tensor:
-        return state if index >= count else call.run(forwards[index], state)
-
+    """While it lasts, only the first `count` blocks (1 or more) compute; the others hand their input on."""
     forwards = [block.forward for block in blocks]
-    with _handing_on(blocks, visit):
+    shape: list[tuple[Any, ...] | None] = []
+
+    def make(index: int) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            output = forwards[index](*args, **kwargs)
+            shape[:] = [_beside(output)]
+            return output
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            state = args[0] if args else kwargs["hidden_states"]
+            return state if shape[0] is None else (state, *shape[0])
+
+        return compute if index < count else hand_on
+
+    with _replaced(blocks, make):
         yield
 
 
@@ -201,27 +211,38 @@ def _handing_on(
     its output. Yields a list whose only entry is what blocks return beside that (None for a plain tensor): `extra`, or,
     where `first_computes`, what the first block's own forward does.
     """
-    originals = [block.__dict__.get("forward") for block in blocks]
     first = blocks[0].forward
     shape: list[tuple[Any, ...] | None] = [] if first_computes else [extra]
 
-    def make(index: int) -> Any:
+    def make(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             by_keyword = not args
             state = kwargs["hidden_states"] if by_keyword else args[0]
             if index == 0 and first_computes:
-                output = first(*args, **kwargs)
-                shape[:] = [None if isinstance(output, torch.Tensor) else tuple(output[1:])]
+                shape[:] = [_beside(first(*args, **kwargs))]
             rest = {key: value for key, value in kwargs.items() if not by_keyword or key != "hidden_states"}
             result = visit(index, state, BlockCall(args[1:], rest, by_keyword))
             return result if shape[0] is None else (result, *shape[0])
 
         return forward
 
+    with _replaced(blocks, make):
+        yield shape
+
+
+def _beside(output: Any) -> tuple[Any, ...] | None:
+    """What a block returned beside the hidden state; None where it returned a plain tensor."""
+    return None if isinstance(output, torch.Tensor) else tuple(output[1:])
+
+
+@contextmanager
+def _replaced(blocks: nn.ModuleList, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+    """Let block number i run `make(i)` instead of its forward for the duration."""
+    originals = [block.__dict__.get("forward") for block in blocks]
     for index, block in enumerate(blocks):
         block.forward = make(index)
     try:
-        yield shape
+        yield
     finally:
         for block, original in zip(blocks, originals):
             del block.forward

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..optimizer.errors import RunError
+from .memory import give_back
 from .packed_load import build_empty, ignorable
 from .tensor_files import Stored, locate, read_stored
 from .weight_files import weight_files
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ..optimizer.model import LoadedModel
+
+
+CHECKED = 1 << 22
+"""Values that are looked through for NaN and infinity at once."""
 
 
 class LazyWeights:
@@ -33,8 +40,17 @@ class LazyWeights:
         self, module: nn.Module, stored: dict[str, Stored], aliases: dict[str, str], dtype: torch.dtype, source: str
     ) -> None:
         self.module, self.stored, self.aliases, self.dtype, self.source = module, stored, aliases, dtype, source
+        self.converts = True
         self._overlaid: set[str] = set()
         self._finite: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors of the model, once they are in memory."""
+        sizes = {}
+        for name, tensor in self.module.state_dict().items():
+            sizes[self.aliases.get(name, name)] = tensor.nbytes
+        return sum(sizes.values())
 
     def place(self, name: str) -> Stored:
         """Where the tensor of that state-dict name lies. Raises RunError where no file has it."""
@@ -52,26 +68,26 @@ class LazyWeights:
         if key in self._overlaid or not tensor.is_floating_point():
             return tensor
         if key not in self._finite:
-            finite = torch.isfinite(tensor)
-            if not bool(finite.all()):
-                count = int((~finite).sum())
+            parts = tensor.reshape(-1).split(CHECKED)
+            count = sum(int((~torch.isfinite(part)).sum()) for part in parts)
+            if count:
                 raise RunError(f"{key} has {count} values that are NaN or infinite", self.source, "Restore the weights")
             self._finite.add(key)
-        return tensor.to(self.dtype)
+        return tensor.to(self.dtype) if self.converts else tensor
 
     def load(self, *names: str) -> None:
         """Fill the modules of these names (`""` is the whole model), with everything below them."""
-        for full, owner, leaf, table in _tensors(self.module, names):
-            current = table[leaf]
-            if current.is_meta:
-                tensor = self._shared(full)
-                _put(owner, leaf, tensor if tensor is not None else self.read(full))
+        import torch
+
+        with torch.inference_mode(False):  # so that the parameters are plain tensors wherever they are loaded
+            for full, owner, leaf, table in _tensors(self.module, names):
+                if table[leaf].is_meta:
+                    tensor = self._shared(full)
+                    _put(owner, leaf, tensor if tensor is not None else self.read(full))
 
     def release(self, *names: str) -> None:
         """Empty the modules of these names: their stored tensors go back to the meta device."""
-        for full, owner, leaf, table in _tensors(self.module, names):
-            if not table[leaf].is_meta and self.aliases.get(full, full) in self.stored:
-                _put(owner, leaf, table[leaf].detach().to("meta"))
+        self._release(names, set())
 
     @contextmanager
     def loaded(self, *names: str) -> Iterator[None]:
@@ -81,9 +97,17 @@ class LazyWeights:
         try:
             yield
         finally:
+            self._release(names, before)
+
+    def _release(self, names: Iterable[str], spared: set[str]) -> None:
+        import torch
+
+        with torch.inference_mode(False):
             for full, owner, leaf, table in _tensors(self.module, names):
-                if full not in before and not table[leaf].is_meta and self.aliases.get(full, full) in self.stored:
-                    _put(owner, leaf, table[leaf].detach().to("meta"))
+                stored = self.aliases.get(full, full) in self.stored
+                if stored and full not in spared and not table[leaf].is_meta:
+                    _put(owner, leaf, torch.empty_like(table[leaf], device="meta"))
+        give_back()
 
     def overlay(self, files: Iterable[Path], aliases: Mapping[str, str] | None = None) -> None:
         """Let the tensors of `files` take the place of the stored ones of the same names.
@@ -119,7 +143,12 @@ class LazyWeights:
 
 
 def open_lazy(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, source: str, trust_remote_code: bool = False
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    source: str,
+    trust_remote_code: bool = False,
+    packed: bool = False,
 ) -> tuple[PreTrainedModel, LazyWeights] | str:
     """The folder's model without its weights, in eval mode; or a sentence that says why it must be loaded whole.
 
@@ -127,6 +156,8 @@ def open_lazy(
     loads), or where some are kept in another dtype.
     """
     module = build_empty(config, dtype, trust_remote_code)
+    if packed and not _pack(module, config, dtype):
+        return "its quantized layers have a format that is decompressed while it loads"
     stored = {name: place for name, place in locate(weight_files(folder)).items() if not ignorable(module, name)}
     if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
         return "some of its modules are kept in float32"
@@ -138,6 +169,7 @@ def open_lazy(
         what = f"has {unknown[0]}" if unknown else f"lacks {absent[0]}"
         return f"the weight files do not hold the model's tensors as they are (their list {what})"
     weights = LazyWeights(module, stored, aliases, dtype, source)
+    weights.converts = not packed or dtype != getattr(config, "dtype", dtype)
     for name, tensor in list(names.items()):
         if tuple(tensor.shape) != weights.place(name).shape:
             return f"{name} is stored in another shape"
@@ -155,6 +187,38 @@ def outside_blocks(module: nn.Module, blocks_name: str) -> list[str]:
         for name, child in module.named_modules()
         if not name.startswith(prefix) and name != blocks_name and (child._parameters or child._buffers)
     ]
+
+
+@contextmanager
+def leading_blocks(model: LoadedModel) -> Iterator[int | None]:
+    """Let a lazy model run with the weights of few blocks: those up to the first of every attention type compute, the
+    others hand their input on. Yields how many compute; None where the model is in memory, and all do.
+    """
+    from .decoder_blocks import find_blocks, only_first
+
+    if model.weights is None:
+        yield None
+        return
+    name, blocks = find_blocks(model.module)
+    types = list(getattr(model.module.config.get_text_config(), "layer_types", None) or [""])
+    count = max(types.index(kind) for kind in set(types)) + 1
+    needed = [*outside_blocks(model.module, name), *(f"{name}.{index}" for index in range(count))]
+    with model.loaded(*needed), only_first(blocks, count):
+        yield count
+
+
+def _pack(module: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
+    """Put quantized layers where the config has them; False where their format is not one of this package's."""
+    from .packed_format import install_packed_linears, runs_packed
+
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return True
+    arguments = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if not runs_packed(arguments):
+        return False
+    install_packed_linears(module, arguments, dtype)
+    return True
 
 
 def _ties(module: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""Bytes that a model's weights hold in memory, and bytes that are left."""
+"""Bytes that a model's weights hold in memory, bytes that are left, and sizes as people write them."""
 
 from __future__ import annotations
 
+import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,3 +60,36 @@ def resident_memory() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def give_back() -> None:
+    """Let the C library return freed memory to the system (glibc keeps what small tensors held); elsewhere nothing."""
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_memory() -> int:
+    """Most bytes of physical memory that this process has had so far (on Windows: what it has now).
+
+    On Linux by VmHWM: the peak in `getrusage` also covers what the process was forked from.
+    """
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    try:
+        import resource
+    except ImportError:
+        return resident_memory()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def parse_size(text: str) -> int:
+    """`20GB`, `512 MiB` or a number of bytes → bytes. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.I)
+    if not match:
+        raise ValueError(f"{text!r} is not a size: write for example 20GB")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))

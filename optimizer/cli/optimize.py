@@ -35,6 +35,7 @@ def source_options(function: Any) -> Any:
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the cache.")
 @click.option("--cache-limit", default="20GB", show_default=True, help="Greatest size of the pass cache.")
 @click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
+@click.option("--max-memory", metavar="SIZE", help="Memory that the run may take, such as 8GB (`--set max_memory=…`).")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads that torch uses.")
 def optimize(
     recipe: str,
@@ -49,6 +50,7 @@ def optimize(
     cache_dir: Path | None,
     cache_limit: str,
     log: str,
+    max_memory: str | None,
     threads: int | None,
 ) -> None:
     """Run a recipe over a model and write an artifact that has proved itself."""
@@ -56,7 +58,9 @@ def optimize(
     from .progress import listener
     from .tables import before_after, shares_table
 
-    limit = parse_size(cache_limit)
+    limit = _size(cache_limit, "--cache-limit")
+    if max_memory is not None:
+        overrides = (*overrides, f"max_memory={_size(max_memory, '--max-memory')}")
     if threads:
         import torch
 
@@ -116,12 +120,11 @@ def plan(
     made.raise_refusals()
 
 
-def parse_size(text: str) -> int:
-    """`20GB`, `512 MiB` or a number of bytes → bytes. Raises UsageError."""
-    import re
+def _size(text: str, option: str) -> int:
+    """Bytes of a size that an option was given. Raises UsageError."""
+    from ...runtime.memory import parse_size
 
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.I)
-    if not match:
-        raise UsageError(f"{text!r} is not a size", "--cache-limit", "Write for example 20GB")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UsageError(str(error), option) from None

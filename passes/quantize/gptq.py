@@ -19,6 +19,8 @@ from .rtn import Quantized
 
 DAMPING_FACTOR = 2.0
 MAX_DAMPING = 1.0
+FITTED = 16
+"""Groups whose grids are searched at once, so that the weight is copied in parts only."""
 
 
 class NotPositiveDefinite(ArithmeticError):
@@ -65,7 +67,8 @@ def quantize_gptq(
     factor, used = inverse_factor(hessian, dead, damping, order)
     grid = _Grid(scheme, dtype, num_groups, weight.shape[0], diagonal, search_steps, weight.device)
     if static_groups:
-        grid.fit(range(num_groups), work)
+        for start in range(0, num_groups, FITTED):
+            grid.fit(range(start, min(start + FITTED, num_groups)), work)
     if order is not None:
         work = work[order]
     group_list = [column // size for column in (range(columns) if order is None else order.tolist())]
@@ -110,26 +113,34 @@ def inverse_factor(
     Raises NotPositiveDefinite where damping above 1 would be needed.
     """
     mean = hessian.diagonal().mean()
-    matrix = hessian.clone()
-    diagonal = matrix.diagonal()
-    diagonal[dead] = mean if float(mean) > 0 else 1.0
     unit = torch.where(mean > 0, mean, torch.ones_like(mean))
-    if order is not None:
-        matrix = matrix[order][:, order]
     # Reversing rows and columns turns the factor of H into that of its inverse: no explicit inverse is formed.
-    matrix = matrix.flip(0, 1)
-    diagonal = matrix.diagonal()
-    base = diagonal.clone()
+    index = torch.arange(len(hessian), device=hessian.device) if order is None else order
+    index = index.flip(0)
+    base = torch.where(dead, unit, hessian.diagonal())[index]
     while damping <= MAX_DAMPING:
-        diagonal.copy_(base + damping * unit)
-        lower, info = torch.linalg.cholesky_ex(matrix)
-        if int(info) == 0:
-            identity = torch.eye(len(base), dtype=lower.dtype, device=lower.device)
-            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-            if bool(torch.isfinite(inverse).all()):
-                return inverse.flip(0, 1).contiguous(), damping
+        inverse = _inverse_root(hessian, index, base + damping * unit)
+        if inverse is not None:
+            return inverse.flip(0, 1).contiguous(), damping
         damping *= DAMPING_FACTOR
     raise NotPositiveDefinite("the Hessian is not positive definite")
+
+
+def _inverse_root(hessian: torch.Tensor, index: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor | None:
+    """The inverse of the lower Cholesky factor of the Hessian, reordered by `index`, with `diagonal` as its own.
+
+    None where it does not factorize. Two matrices of the Hessian's size are held beside it, which is left as it is.
+    """
+    matrix = hessian.index_select(0, index)
+    torch.index_select(matrix.clone(), 1, index, out=matrix)
+    matrix.diagonal().copy_(diagonal)
+    info = torch.empty((), dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(matrix, out=(matrix, info))
+    if int(info) != 0:
+        return None
+    inverse = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device).t()
+    torch.linalg.solve_triangular(matrix, inverse, upper=False, out=inverse)
+    return inverse if bool(torch.isfinite(inverse).all()) else None
 
 
 class _Grid:

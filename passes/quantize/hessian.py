@@ -49,12 +49,26 @@ class Hessian:
 
     def mean(self) -> torch.Tensor:
         """The full symmetric matrix, divided by the number of rows; float32 [K, K]."""
-        lower = torch.tril(self.sum)
-        return (lower + torch.tril(lower, -1).t()).div_(max(1, self.rows))
+        return _symmetric(self.sum.clone()).div_(max(1, self.rows))
+
+    def take_mean(self) -> torch.Tensor:
+        """The same in the memory of the sum, which is gone afterwards."""
+        total, self.sum = self.sum, torch.empty(0, device=self.sum.device)
+        return _symmetric(total).div_(max(1, self.rows))
 
     def cross(self) -> torch.Tensor | None:
         """`mean(y x^T)`, float32 [K, K]; None where no original inputs were given."""
         return None if self.cross_sum is None else self.cross_sum / max(1, self.rows)
+
+
+def _symmetric(matrix: torch.Tensor) -> torch.Tensor:
+    """Overwrite what is above the diagonal by what is below it."""
+    for start in range(0, len(matrix), PANEL):
+        stop = min(start + PANEL, len(matrix))
+        matrix[start:stop, stop:] = matrix[stop:, start:stop].t()
+        square = matrix[start:stop, start:stop].tril_()
+        square += torch.tril(square, -1).t()
+    return matrix
 
 
 @dataclass

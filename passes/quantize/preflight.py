@@ -27,6 +27,8 @@ SOLVER_COPIES = 6
 """Matrices of a Hessian's size that solving a layer holds at its peak, the Hessian's own sum included."""
 ACTIVATION_COPIES = 5
 """Float32 tensors of a batch's tokens times the widest layer that a block's forward holds."""
+ENOUGH = 4
+"""How many times the states of all batches must fit into what is available to be kept in memory."""
 WEIGHT_COPIES = 6
 """Float32 copies of a layer's weight while it is rounded."""
 
@@ -107,7 +109,7 @@ def preflight(
         activations=ACTIVATION_COPIES * 4 * tokens * widest,
         live=live,
         available=max(0, allowed),
-        offload=live > allowed / 4,
+        offload=ENOUGH * live > allowed,
         cholesky_columns=columns,
         cholesky_seconds=seconds,
     )

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .targets import Target
 
 
+MEASURED = 1024
+"""Rows whose errors are computed at once, so that temporaries stay small."""
+
+
 @dataclass(frozen=True)
 class Rounded:
     """Codes and grids of a stack of layers, and what the method reports of it."""
@@ -75,7 +79,8 @@ def round_group(model: nn.Module, targets: list[Target], group: InputGroup, conf
             where=names,
             what_to_do="Calibrate on more text, or give this module `method: rtn` in `overrides`.",
         )
-    hessian = group.hessian.mean()
+    cross = group.hessian.cross()
+    hessian = group.hessian.take_mean()
     if not bool(torch.isfinite(hessian.diagonal()).all()):
         raise RunError(
             "the inputs have NaN or infinite values",
@@ -85,7 +90,6 @@ def round_group(model: nn.Module, targets: list[Target], group: InputGroup, conf
     stacks: dict[Any, list[Target]] = {}
     for target in targets:
         stacks.setdefault((target.method, target.scheme), []).append(target)
-    cross = group.hessian.cross()
     return [line for stack in stacks.values() for line in _round_stack(model, stack, hessian, cross, config)]
 
 
@@ -100,16 +104,14 @@ def _round_stack(
         if cross is not None:
             weight = matched_weight(weight, hessian, cross, config.damping, config.match_original)
         rounded = ROUNDINGS[stack[0].method](weight, hessian, scheme, dtype, config)
-    except NotPositiveDefinite as error:
+    except NotPositiveDefinite as failure:
         raise RunError(
-            f"{error}, even with damping 1",
+            f"{failure}, even with damping 1",
             where=", ".join(target.name for target in stack),
             what_to_do="Calibrate on more varied text, or give these modules `method: rtn` in `overrides`.",
         ) from None
     quantized = rounded.quantized
-    total = energy(weight, hessian).clamp_(min=torch.finfo(torch.float32).tiny)
-    error = energy(weight - quantized.dequantize(scheme.bits), hessian)
-    error_rtn = energy(weight - quantized.nearest(weight, scheme.bits), hessian)
+    total, error, error_rtn = _energies(weight, quantized, scheme.bits, hessian)
     seconds = (time.perf_counter() - started) / len(stack)
     lines, start = [], 0
     for target, own in zip(stack, weights):
@@ -129,3 +131,19 @@ def _round_stack(
             )
         )
     return lines
+
+
+def _energies(
+    weight: torch.Tensor, quantized: Quantized, bits: int, hessian: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every row, float32 [N]: the energy of `weight` [N, K], of the error made, and of that of nearest rounding."""
+    parts = []
+    for start in range(0, len(weight), MEASURED):
+        rows = slice(start, start + MEASURED)
+        zeros = None if quantized.zeros is None else quantized.zeros[rows]
+        own, part = weight[rows], Quantized(quantized.codes[rows], quantized.scales[rows], zeros)
+        total = energy(own, hessian).clamp_(min=torch.finfo(torch.float32).tiny)
+        errors = energy(own - part.dequantize(bits), hessian), energy(own - part.nearest(own, bits), hessian)
+        parts.append((total, *errors))
+    total, error, error_rtn = (torch.cat(column) for column in zip(*parts))
+    return total, error, error_rtn

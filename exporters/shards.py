@@ -1,0 +1,67 @@
+"""Weights of a lazy model written to safetensors shards, one tensor in memory at a time.
+
+Names and bytes of the files are those of transformers' `save_pretrained`, which puts tensors in natural order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..runtime.tensor_files import Spec, write_tensors
+from ..runtime.weight_files import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..runtime.lazy import LazyWeights
+
+
+def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in files of at most `limit` bytes, in order; a larger tensor has a file of its own, before the one that
+    was being filled."""
+    shards: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if size > limit:
+            shards.append([name])
+            continue
+        if filled + size > limit:
+            shards.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += size
+    return [*shards, current] if current else shards
+
+
+def write_shards(module: PreTrainedModel, weights: LazyWeights, folder: Path, limit: int) -> None:
+    """Write all weights of a lazy model, and the index where they take more than one file of `limit` bytes."""
+    ignored = set(module._keys_to_ignore_on_save or ())
+    meta = module.state_dict()
+    names = sorted((n for n in meta if n not in ignored and weights.aliases.get(n, n) == n), key=_natural)
+    specs = {name: Spec.of(meta[name]) for name in names}
+    shards = plan_shards({name: spec.nbytes for name, spec in specs.items()}, limit)
+    files = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
+    for file, shard in zip(files, shards):
+        write_tensors(folder / file, {name: specs[name] for name in shard}, weights.read)
+    if len(shards) > 1:
+        index = {
+            "metadata": {
+                "total_parameters": module.num_parameters(),
+                "total_size": sum(spec.nbytes for spec in specs.values()),
+            },
+            "weight_map": {name: file for file, shard in zip(files, shards) for name in shard},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts `layers.2` before `layers.10`."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
