@@ -71,8 +71,10 @@ class Source(Protocol):
     """`text`, `chat`, `dataset` or `self`."""
     whole_windows: bool
     """Whether the documents are cut into windows of full length (else each gives its beginning, short ones all)."""
-    places_bos: bool
-    """Whether the documents come with whatever their model expects at the beginning."""
+
+    @property
+    def places_bos(self) -> bool:
+        """Whether the documents come with whatever their model expects at the beginning."""
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> Iterable[list[int]]:
         """Documents as token ids, at least `num_tokens` tokens where there are that many. Raises RunError."""

@@ -120,7 +120,11 @@ class DatasetSource:
 
     def describe(self) -> dict[str, Any]:
         path = Path(self.name)
-        out = {"dataset": path.name if path.exists() else self.name, "column": self._column, "split": self.split}
+        out: dict[str, Any] = {
+            "dataset": path.name if path.exists() else self.name,
+            "column": self._column,
+            "split": self.split,
+        }
         out.update(config=self.config, revision=self.revision, rows=len(self._values))
         return {key: value for key, value in out.items() if value is not None}
 

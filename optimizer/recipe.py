@@ -63,7 +63,7 @@ class CalibrationOptions(Options):
             useless = {key for key in useless if getattr(self, key) not in (None, "train")}
             if useless:
                 raise ValueError(f"`{min(useless)}` belongs to a dataset, not to source: {self.source}")
-        samples, length = SIZES.get(self.source, (32, 512))
+        samples, length = SIZES.get(self.source or "", (32, 512))
         self.num_samples, self.sequence_length = self.num_samples or samples, self.sequence_length or length
         return self
 

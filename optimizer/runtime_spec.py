@@ -63,6 +63,13 @@ class LinearSpec(Spec):
         return {name: value for name, value in self.model_dump().items() if value not in ("none", "stored")}
 
 
+class FuseSpec(Spec):
+    """Linear layers with the same input that engines without a fused decoder multiply as one."""
+
+    qkv: bool = Field(False, description="Queries, keys and values.")
+    gate_up: bool = Field(False, description="The feed-forward's gate and up projections.")
+
+
 class RuntimeSpec(Spec):
     """Attention backend, KV cache, speculation and arithmetic that an artifact is meant to run with."""
 
@@ -72,4 +79,5 @@ class RuntimeSpec(Spec):
     kv_cache: KVCacheSpec = Field(default_factory=KVCacheSpec)
     draft: DraftSpec = Field(default_factory=DraftSpec)
     linear: LinearSpec = Field(default_factory=LinearSpec)
+    fuse: FuseSpec = Field(default_factory=FuseSpec)
     extra: dict[str, Any] = Field(default_factory=dict, description="Settings of passes outside llmopt, by pass name.")

@@ -9,6 +9,7 @@ _CLASSES = {
     "Activation": "activation",
     "Draft": "draft",
     "FlashAttention": "attention",
+    "Fuse": "fuse",
     "KVCache": "kv_cache",
     "Quantize": "quantize",
     "Rotate": "rotate",
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .activation import Activation
     from .attention import FlashAttention
     from .draft import Draft
+    from .fuse import Fuse
     from .kv_cache import KVCache
     from .quantize import Quantize
     from .rotate import Rotate

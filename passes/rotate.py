@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from ..optimizer.base import Context, ModulePlan, Options, Pass, PassReport, Pla
 from ..optimizer.errors import RunError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from ..optimizer.model import LoadedModel, ModelInfo
     from .rotation.stream import Stream
@@ -101,20 +101,20 @@ class Rotate(Pass):
         if config.residual:
             untied = stream.tied and config.untie
             if untied:
-                untie_head(module)
+                untie_head(cast("PreTrainedModel", module))
             keep_final = stream.tied and not untied
             details["folded_norms"] = rotate_residual(stream, module, edits, generator, keep_final)
         if config.values:
             rotate_values(stream, module, edits, generator)
         edits.apply(module)
-        change = require_equal(before, probe_logits(module, config.check_tokens, context.seed), module.dtype, self.name)
+        change = require_equal(before, probe_logits(module, config.check_tokens, context.seed), model.dtype, self.name)
         details.update(untied=untied, weights=len(edits.by_name), logit_change=change, check_tokens=config.check_tokens)
         return PassReport(f"{self._summary(stream)}; logits changed by {change:.2g} of their size", details)
 
     def restore(self, model: LoadedModel, report: PassReport) -> None:
         """Give the head its own matrix where `run` did."""
         if report.details.get("untied"):
-            untie_head(model.module)
+            untie_head(cast("PreTrainedModel", model.module))
 
     def _refusals(self, stream: Stream, uniform: bool) -> list[str]:
         out: list[str] = []
@@ -156,7 +156,7 @@ class Rotate(Pass):
         return f"Hadamard matrices by Kronecker factors: {', '.join(kinds)}"
 
 
-def untie_head(module: nn.Module) -> None:
+def untie_head(module: PreTrainedModel) -> None:
     """Give the output head a copy of the matrix that it shares with the embeddings, and say so in the configuration."""
     from torch import nn
 

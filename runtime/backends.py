@@ -61,6 +61,7 @@ def check_kv_cache(opened: OpenedModel) -> None:
 def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) -> Backend:
     """StaticBatch over the model, with the RuntimeSpec's drafts unless `draft` is False."""
     from .drafting import make_drafter
+    from .fused_linears import apply_fusion
     from .linear_settings import linear_notes
     from .static_batch import StaticBatch
 
@@ -68,6 +69,7 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
     if unknown:
         raise UsageError(f"the static engine has no option {unknown[0]!r}", what_to_do="Its one option is max_batch.")
     opened.notes += linear_notes(opened.runtime.linear, None, {})
+    apply_fusion(opened)
     spec = opened.runtime.draft
     drafter = make_drafter(opened) if draft else None
     if opened.runtime.kv_cache.kind == "paged":

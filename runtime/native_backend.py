@@ -37,6 +37,7 @@ class NativeBackend:
         from .engine.engine import Engine
         from .engine.loop import EngineLoop
         from .engine.scheduler_config import SchedulerConfig
+        from .fused_linears import apply_around
         from .linear_settings import linear_notes, linear_options
 
         spec = opened.runtime
@@ -47,7 +48,7 @@ class NativeBackend:
         if spec.kv_cache.block_size is not None:
             for_runner.setdefault("block_size", spec.kv_cache.block_size)
         drafter = make_drafter(opened) if draft else None
-        runner = make_runner(opened, kind, release, for_runner)
+        runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
         self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
         self.notes += linear_notes(spec.linear, runner, given)
         self.context_length: int | None = runner.max_model_len

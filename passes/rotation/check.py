@@ -13,14 +13,14 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, tor
 
 def probe_logits(model: nn.Module, num_tokens: int, seed: int) -> torch.Tensor:
     """Float32 logits `[num_tokens, vocab]` of random tokens."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocabulary, (1, num_tokens), generator=generator)
+    ids = torch.randint(0, embedding.shape[0], (1, num_tokens), generator=generator)
     training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            logits = model(input_ids=ids.to(model.get_input_embeddings().weight.device), use_cache=False).logits
+            logits = model(input_ids=ids.to(embedding.device), use_cache=False).logits
     finally:
         model.train(training)
     return logits[0].float().cpu()

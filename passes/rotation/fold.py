@@ -35,10 +35,10 @@ def fold_norm(reads: Reads, model: nn.Module, edits: Edits, rotation: Rotation |
     if bias is not None and bool(bias.any()):
         biases = [_own_bias(name, model) for name in reads.weights]
         if all(name is not None for name in biases):
-            for weight, name in zip(reads.weights, biases):
-                assert name is not None
+            for weight, own in zip(reads.weights, biases):
+                assert own is not None
                 shift = model.get_parameter(weight).detach().double().cpu() @ bias
-                edits.add(name, lambda row, shift=shift: row + shift, True)  # type: ignore[misc]
+                edits.add(own, lambda row, shift=shift: row + shift, True)  # type: ignore[misc]
         else:
             if bool(((gain == 0) & (bias != 0)).any()):
                 raise RunError("a weight is zero where the bias is not, so it cannot be folded", where=reads.norm)

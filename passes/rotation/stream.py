@@ -88,7 +88,7 @@ class Stream:
 def find_stream(model: nn.Module) -> Stream:
     """Map a causal language model; what stands in the way of a use is listed, not raised."""
     stream = Stream()
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
     try:
         blocks_name, blocks = find_blocks(model)
@@ -211,12 +211,13 @@ def _map_values(stream: Stream, attention: nn.Module, name: str) -> None:
     elif output is None or not isinstance(head_dim, int) or (value is None and fused is None):
         stream.value_obstacles.append(f"{name} has no v_proj or qkv_proj with an output projection")
     else:
-        heads = children[output].weight.shape[-1] // head_dim
-        source, first = ("v_proj", 0) if value is not None else ("qkv_proj", -1)
-        rows = children[source].weight.shape[0]
+        heads = children[output].get_parameter("weight").shape[-1] // head_dim
+        source, first = "v_proj" if value is not None else "qkv_proj", 0
+        rows = children[source].get_parameter("weight").shape[0]
+        query = children.get("q_proj")
         if value is None:
             rows, first = (rows - heads * head_dim) // 2, rows - (rows - heads * head_dim) // 2
-        elif (query := children.get("q_proj")) is not None and query.weight.shape[0] != heads * head_dim:
+        elif query is not None and query.get_parameter("weight").shape[0] != heads * head_dim:
             stream.value_obstacles.append(f"{name}.q_proj holds more than queries: the output may be gated")
             return
         kv_heads = rows // head_dim
@@ -252,7 +253,8 @@ def _account(stream: Stream, model: nn.Module) -> None:
 
 
 def _find_clipping(stream: Stream, model: nn.Module) -> None:
-    if getattr(model.config.get_text_config(), "clip_qkv", None) is not None:
+    config = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    if getattr(config, "clip_qkv", None) is not None:
         stream.value_obstacles.append("the model clips queries, keys and values (clip_qkv)")
 
 
