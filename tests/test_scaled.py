@@ -146,3 +146,22 @@ def test_impossible_schemes_and_contents_are_refused() -> None:
         Float8Linear.from_linear(
             module, torch.zeros(4, 8, dtype=torch.uint8), torch.ones(4, 1), None, ScaledScheme(kind="float8")
         )
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8", "mxfp4", "nvfp4"])
+def test_layers_are_compiled_as_one_graph(kind: str) -> None:
+    from llmopt.passes.quantize.microscaling import quantize_mxfp4, quantize_nvfp4
+    from llmopt.runtime.kernels.float4 import Float4Scheme
+    from llmopt.runtime.kernels.formats import layer_class
+
+    module = linear(64, 24)
+    if kind in ("int8", "float8"):
+        layer = int8_layer(module) if kind == "int8" else float8_layer(module)
+    else:
+        found = quantize_mxfp4(module.weight) if kind == "mxfp4" else quantize_nvfp4(module.weight)
+        scheme = Float4Scheme.of(kind)
+        layer = layer_class(scheme).from_linear(module, found.codes, found.scales, found.global_scale, scheme)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), layer(x))

@@ -25,6 +25,8 @@ from .packed import QuantScheme, QuantState
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
 KINDS = {"int8": torch.int8, "float8": FLOAT8}
+CPU_MULTIPLIES_BYTES = bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
+"""Whether this CPU sums products of bytes exactly; older instructions saturate in between."""
 CUDA_INT_ROWS = 32
 """`torch._int_mm` takes no fewer than 17 rows on CUDA; fewer are padded to this many."""
 
@@ -229,7 +231,7 @@ def integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
         padded = nn.functional.pad(x, (0, 0, 0, CUDA_INT_ROWS - rows)) if rows < CUDA_INT_ROWS else x
         return torch._int_mm(padded, weight.t())[:rows].float()
-    if x.device.type == "cpu" and torch.cpu._is_vnni_supported():
+    if x.device.type == "cpu" and CPU_MULTIPLIES_BYTES:
         return torch._int_mm(x, weight.t()).float()
     return x.float() @ weight.float().t()
 
