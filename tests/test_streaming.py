@@ -290,6 +290,14 @@ def test_what_does_not_fit_is_refused_with_figures(folder: Path, tmp_path: Path)
         Quantize(**GPTQ).run(model, run)
 
 
+def test_damping_that_was_raised_is_noted(folder: Path, tmp_path: Path) -> None:
+    model = load_source(resolve(folder))
+    run = context(model, tmp_path)
+    Quantize(**GPTQ, damping=1e-12).run(model, run)
+    (note,) = [note for note in run.notes if note["kind"] == "fallback"]
+    assert "did not factorize with damping 1e-12" in note["message"]
+
+
 def test_equal_arguments_of_batches_are_kept_once(folder: Path) -> None:
     module = load_source(resolve(folder)).module
     module.set_attn_implementation("eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def replace_linear(model: nn.Module, target: Target, quantized: Quantized | Floa
 
 def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str, Any]:
     """Quantize one module by a method that needs no calibration and return its line of the report."""
+    started = time.perf_counter()
     linear = model.get_submodule(target.name)
     check_weight(target.name, linear)
     weight = linear.weight.detach()
@@ -49,7 +51,9 @@ def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str,
     rounded = quantized.dequantize(target.scheme.bits) if exact else packed.dequantize()
     total = float(energy(values, None).sum())
     error = float(energy(values - rounded, None).sum())
-    return report_line(target, packed, error=error / total if total > 0 else 0.0, weighted=False)
+    error = error / total if total > 0 else 0.0
+    seconds = round(time.perf_counter() - started, 4)
+    return report_line(target, packed, error=error, weighted=False, seconds=seconds)
 
 
 def energy(matrix: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:

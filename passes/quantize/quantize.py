@@ -78,6 +78,7 @@ class Quantize(Pass):
             _untie(model.module)
         order = {target.name: i for i, target in enumerate(targets.modules)}
         layers.sort(key=lambda line: order[line["name"]])
+        _note_damping(layers, self.config.damping, context)
         before, after = _check(model.module, targets.modules, context.info)
         return PassReport(
             summary=_summary(targets),
@@ -134,6 +135,18 @@ def _split_experts(module: nn.Module, names: list[str]) -> None:
 
     parents = {name.rsplit(".", 2)[0] for name in names}
     split_experts(module, [name for name in find_stacked(module) if name in parents])
+
+
+def _note_damping(layers: list[dict[str, Any]], asked: float, context: Context) -> None:
+    """Tell of layers whose Hessian needed more damping than the options ask for."""
+    raised = {line["name"]: line["damping"] for line in layers if line.get("damping", asked) > asked}
+    if raised:
+        worst = max(raised, key=lambda name: raised[name])
+        context.note(
+            "fallback",
+            f"{len(raised)} layers did not factorize with damping {asked:g}: it was raised, most to {raised[worst]:g} "
+            f"({worst})",
+        )
 
 
 def _untie(module: nn.Module) -> None:
