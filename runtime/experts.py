@@ -9,7 +9,7 @@ what it decompresses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ def _is_stacked(module: nn.Module) -> bool:
 
 def expert_shapes(name: str, module: nn.Module) -> dict[str, tuple[int, int]]:
     """Name → (out_features, in_features) of the linear layers that `module`, called `name`, is split into."""
-    count, hidden, inner = module.down_proj.shape
+    count, hidden, inner = cast(torch.Tensor, module.down_proj).shape
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     return {f"{name}.{number}.{leaf}": shape for number in range(count) for leaf, shape in shapes.items()}
 
@@ -84,7 +84,7 @@ def split_experts(model: nn.Module, names: Iterable[str] | None = None) -> list[
         inner = stacked.down_proj.shape[2]
         experts = [
             Expert(_linear(both[:inner]), _linear(both[inner:]), _linear(down))
-            for both, down in zip(stacked.gate_up_proj.detach(), stacked.down_proj.detach())
+            for both, down in zip(stacked.gate_up_proj.detach().unbind(), stacked.down_proj.detach().unbind())
         ]
         model.set_submodule(name, Experts(experts, stacked.act_fn).train(stacked.training))
     return chosen

@@ -162,7 +162,7 @@ def _parse_scaled(name: str, format_: str, weights: Arguments, inputs: Arguments
         raise _unsupported(f"{name} has the strategy {strategy!r}")
     _require(f"the weights of {name}", {"symmetric": True, **weights}, {**expected, "dynamic": False})
     fixed = not inputs.get("dynamic")
-    per = {"strategy": "tensor"} if fixed else {"strategy": "token"}
+    per: dict[str, Any] = {"strategy": "tensor"} if fixed else {"strategy": "token"}
     if block != -1:
         per = {"strategy": "group", "group_size": block}
     _require(f"the input activations of {name}", {"symmetric": True, **inputs}, {**expected, **per})

@@ -16,7 +16,7 @@ from .rtn import Quantized
 from .targets import Target
 
 
-def check_weight(name: str, linear: nn.Module) -> None:
+def check_weight(name: str, linear: Any) -> None:
     """Raise RunError where the weight has a NaN or an infinity."""
     if not bool(torch.isfinite(linear.weight).all()):
         raise RunError("the weight has NaN or infinite values", where=name, what_to_do="Check the weight file.")
@@ -30,7 +30,7 @@ def replace_linear(model: nn.Module, target: Target, quantized: Quantized | Floa
             where=target.name,
             what_to_do="Skip this module by `ignore`, or load the model in a wider dtype.",
         )
-    linear = model.get_submodule(target.name)
+    linear: Any = model.get_submodule(target.name)
     offset = quantized.zeros if isinstance(quantized, Quantized) else quantized.global_scale
     packed = layer_class(target.scheme).from_linear(linear, quantized.codes, quantized.scales, offset, target.scheme)
     packed.train(linear.training)
@@ -41,14 +41,13 @@ def replace_linear(model: nn.Module, target: Target, quantized: Quantized | Floa
 def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str, Any]:
     """Quantize one module by a method that needs no calibration and return its line of the report."""
     started = time.perf_counter()
-    linear = model.get_submodule(target.name)
+    linear: Any = model.get_submodule(target.name)
     check_weight(target.name, linear)
     weight = linear.weight.detach()
     quantized = METHODS[target.method](weight, target.scheme, search_steps, fused_with(model, target.name))
     packed = replace_linear(model, target, quantized)
     values = weight.float()
-    exact = isinstance(quantized, Quantized)
-    rounded = quantized.dequantize(target.scheme.bits) if exact else packed.dequantize()
+    rounded = quantized.dequantize(target.scheme.bits) if isinstance(quantized, Quantized) else packed.dequantize()
     total = float(energy(values, None).sum())
     error = float(energy(values - rounded, None).sum())
     error = error / total if total > 0 else 0.0

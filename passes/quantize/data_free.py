@@ -37,10 +37,10 @@ def shared_magnitude(layers: Sequence[nn.Module]) -> torch.Tensor:
 
     One that is nvfp4 already has a divisor for all of them, which gives that magnitude back.
     """
-    largest = []
+    largest: list[torch.Tensor] = []
     for layer in layers:
         if isinstance(layer, NVFP4Linear):
-            largest.append((LARGEST_E4M3 * LARGEST_E2M1 / layer.weight_global_scale)[0])
+            largest.append(LARGEST_E4M3 * LARGEST_E2M1 / layer.weight_global_scale.detach()[0])
         elif isinstance(layer, nn.Linear) and not layer.weight.is_meta:
             largest.append(layer.weight.detach().abs().amax().float())
     return torch.stack(largest).amax()

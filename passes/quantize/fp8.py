@@ -49,7 +49,7 @@ def quantize_fp8(
             error = _errors(blocks, candidate)
             scales = torch.where(error < best, candidate, scales)
             best = torch.minimum(error, best)
-    codes = from_blocks(_round(blocks, scales), *weight.shape, scheme.group_size)
+    codes = from_blocks(_round(blocks, scales), weight.shape[0], weight.shape[1], scheme.group_size)
     return FloatQuantized(codes, scales.to(dtype).view(shape))
 
 

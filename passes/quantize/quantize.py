@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ...optimizer.base import Context, ModulePlan, Pass, PassReport, PlanItem
 from ...optimizer.errors import RunError
@@ -123,7 +123,7 @@ class Quantize(Pass):
         _split_experts(model.module, [line["name"] for line in report.layers])
         for line in report.layers:
             scheme = make_scheme(line["format"], line["bits"], line["group_size"], line["symmetric"])
-            layer = empty_like(model.module.get_submodule(line["name"]), scheme)
+            layer = empty_like(cast("nn.Linear", model.module.get_submodule(line["name"])), scheme)
             model.module.set_submodule(line["name"], layer)
         if report.details.get("untied"):
             _untie(model.module)

@@ -87,6 +87,8 @@ class Float4Linear(nn.Module):
     scheme: Float4Scheme
     weight_packed: nn.Parameter
     weight_scale: nn.Parameter
+    weight_global_scale: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
         super().__init__()

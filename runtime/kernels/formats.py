@@ -25,7 +25,7 @@ def layer_class(scheme: QuantScheme) -> type[PackedLinear] | type[ScaledLinear] 
     return PackedLinear
 
 
-def empty_like(linear: nn.Module, scheme: QuantScheme, dtype: torch.dtype | None = None) -> QuantizedLinear:
+def empty_like(linear: nn.Linear, scheme: QuantScheme, dtype: torch.dtype | None = None) -> QuantizedLinear:
     """A layer with uninitialized tensors in the place of `linear`, on its device and in its mode.
 
     dtype: of scales and bias, by default the weight's. Raises ValueError where the scheme does not fit its columns.

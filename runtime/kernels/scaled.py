@@ -110,6 +110,8 @@ class ScaledLinear(nn.Module):
     scheme: ScaledScheme
     weight: nn.Parameter
     weight_scale: nn.Parameter
+    input_scale: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
         super().__init__()
