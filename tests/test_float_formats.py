@@ -27,6 +27,11 @@ def weights(rows: int = 24, columns: int = 128, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 1, rows)[:, None]
 
 
+def divisor(found: FloatQuantized) -> torch.Tensor:
+    assert found.global_scale is not None
+    return found.global_scale
+
+
 def quantize(kind: str, weight: torch.Tensor, search: int = 0) -> FloatQuantized:
     return quantize_mxfp4(weight, search > 0) if kind == "mxfp4" else quantize_nvfp4(weight, search)
 
@@ -98,7 +103,7 @@ def test_four_bit_floats_are_within_half_a_step(kind: str, search: int) -> None:
     weight = weights()
     found = quantize(kind, weight, search)
     size = 32 if kind == "mxfp4" else 16
-    scales = e8m0_values(found.scales) if kind == "mxfp4" else found.scales.float() / found.global_scale
+    scales = e8m0_values(found.scales) if kind == "mxfp4" else found.scales.float() / divisor(found)
     scaled = weight.view(24, -1, size) / scales.unsqueeze(-1)
     table = torch.tensor(E2M1)
     nearest = (scaled.abs().clamp(max=6).unsqueeze(-1) - table).abs().amin(-1)
@@ -122,12 +127,12 @@ def test_mxfp4_scales_are_those_of_the_specification() -> None:
 def test_nvfp4_scales_fill_e4m3_and_share_the_divisor() -> None:
     weight = weights()
     found = quantize_nvfp4(weight)
-    assert float(found.global_scale) == pytest.approx(448 * 6 / float(weight.abs().max()))
+    assert float(divisor(found)) == pytest.approx(448 * 6 / float(weight.abs().max()))
     assert found.scales.float().max() == 448
     other = quantize_nvfp4(weight, largest=weight.abs().max() * 2)
-    assert float(other.global_scale) == pytest.approx(float(found.global_scale) / 2)
+    assert float(divisor(other)) == pytest.approx(float(divisor(found)) / 2)
     zeros = quantize_nvfp4(torch.zeros(4, 32))
-    assert float(zeros.global_scale) == 1 and not dequantize(zeros).any()
+    assert float(divisor(zeros)) == 1 and not dequantize(zeros).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

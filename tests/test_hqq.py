@@ -56,7 +56,9 @@ def test_codes_zeros_and_scales_fit_the_packed_format_and_are_nearest(symmetric:
     solved = quantize_hqq(weight, scheme, torch.bfloat16)
     assert solved.codes.dtype == torch.uint8 and int(solved.codes.max()) <= 7
     assert solved.scales.dtype == torch.bfloat16 and (solved.scales != 0).all()
-    assert solved.zeros is None if symmetric else (solved.zeros.dtype == torch.uint8 and int(solved.zeros.max()) <= 7)
+    assert (solved.zeros is None) == symmetric
+    if solved.zeros is not None:
+        assert solved.zeros.dtype == torch.uint8 and int(solved.zeros.max()) <= 7
     assert torch.equal(solved.nearest(weight, 3), solved.dequantize(3))
     linear = torch.nn.Linear(128, 24)
     layer = PackedLinear.from_linear(linear, solved.codes, solved.scales, solved.zeros, scheme)

@@ -72,7 +72,7 @@ def test_the_int8_product_is_exact(rows: int, columns: int, outputs: int) -> Non
     x = torch.randn(2, rows, columns, generator=torch.Generator().manual_seed(1))
     codes, scales = quantize_tokens(x.view(-1, columns), torch.int8)
     exact = (codes.double() @ layer.weight.double().t()) * scales.double() * layer.weight_scale.double().t()
-    exact = (exact + layer.bias.double()).view(2, rows, outputs)
+    exact = (exact + layer.get_parameter("bias").double()).view(2, rows, outputs)
     assert torch.allclose(layer(x).double(), exact, rtol=1e-6, atol=1e-6)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     error = layer(x) - torch.nn.functional.linear(x, layer.dequantize(), layer.bias)
@@ -88,7 +88,7 @@ def test_the_float8_product_is_that_of_the_dequantized_values(
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     codes, scales = quantize_tokens(x, FLOAT8, block)
     values = codes.double().unflatten(1, (scales.shape[1], -1)) * scales.double().unsqueeze(-1)
-    exact = values.flatten(1) @ layer.dequantize().double().t() + layer.bias.double()
+    exact = values.flatten(1) @ layer.dequantize().double().t() + layer.get_parameter("bias").double()
     assert torch.allclose(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -155,6 +155,7 @@ def test_layers_are_compiled_as_one_graph(kind: str) -> None:
     from llmopt.runtime.kernels.formats import layer_class
 
     module = linear(64, 24)
+    layer: torch.nn.Module
     if kind in ("int8", "float8"):
         layer = int8_layer(module) if kind == "int8" else float8_layer(module)
     else:
