@@ -7,7 +7,7 @@ from typing import Any
 
 from .base import PlanItem
 from .chain import check_chain
-from .errors import LlmoptError, UsageError
+from .errors import LlmoptError, RunError, UsageError
 from .model import ModelInfo
 from .recipe import LoadedRecipe
 
@@ -54,5 +54,24 @@ def make_plan(loaded: LoadedRecipe, info: ModelInfo) -> Plan:
         where.append(place)
     before = info.weight_bytes
     after = before + sum(m.bytes_after - m.bytes_before for _, item in items for m in item.modules)
-    peak = before + max((item.peak_memory for _, item in items), default=0)
+    streams = all(stage.streams for stage in (*loaded.passes, loaded.exporter))
+    peak = (_largest_part(info) if streams else before) + max((item.peak_memory for _, item in items), default=0)
     return Plan(items, before, after, peak, sum(item.seconds for _, item in items), where)
+
+
+def _largest_part(info: ModelInfo) -> int:
+    """Bytes of the weights that a run holds at once where all stages stream: of the widest block, or of what lies
+    outside the blocks; of the whole model where it has no blocks.
+    """
+    from ..runtime.decoder_blocks import find_blocks
+
+    try:
+        name, _ = find_blocks(info.skeleton)
+    except RunError:
+        return info.weight_bytes
+    parts: dict[str, int] = {}
+    for tensor, entry in info.tensors.items():
+        inside = tensor.startswith(f"{name}.")
+        part = tensor[len(name) + 1 :].split(".", 1)[0] if inside else ""
+        parts[part] = parts.get(part, 0) + entry.nbytes
+    return max(parts.values(), default=0)

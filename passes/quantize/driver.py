@@ -135,6 +135,7 @@ class _Run:
             batch,
             sum(ids.numel() for ids in self.batches),
             self.context.max_memory,
+            follows_original=self.config.match_original > 0,
         )
         checked.check()
         return checked

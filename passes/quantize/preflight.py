@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TRIED = 2048
 """Columns of the largest matrix that is factorized as a trial; the time of a larger one is extrapolated."""
-SOLVER_COPIES = 6
+SOLVER_COPIES = 5
 """Matrices of a Hessian's size that solving a layer holds at its peak, the Hessian's own sum included."""
 ACTIVATION_COPIES = 5
 """Float32 tensors of a batch's tokens times the widest layer that a block's forward holds."""
@@ -83,12 +83,13 @@ def preflight(
     batch: CapturedBatch,
     num_tokens: int,
     max_memory: int | None,
+    follows_original: bool = False,
 ) -> Preflight:
     """Estimate the peak of quantizing one block and try a factorization of the largest Hessian.
 
     block_bytes: weights of every block to come, by name. targets: their calibrated layers. groups: those of one block
     by equal inputs, as a trial run saw them. batch: the first; num_tokens: of all batches. max_memory: bytes that the
-    process may have.
+    process may have. follows_original: the original model's states and products with its inputs are kept, too.
     """
     block, weights = max(block_bytes.items(), key=lambda item: item[1])
     columns = max(target.in_features for target in targets)
@@ -96,7 +97,7 @@ def preflight(
     hidden = batch.hidden
     tokens = hidden.shape[0] * hidden.shape[1]
     widest = max(max(target.in_features, target.out_features) for target in targets)
-    live = hidden.nbytes // tokens * num_tokens
+    live = hidden.nbytes // tokens * num_tokens * (3 if follows_original else 1)
     free = available_memory() if hidden.device.type == "cpu" else torch.cuda.mem_get_info(hidden.device)[0]
     allowed = free if max_memory is None else min(free, max_memory - resident_memory())
     tried = min(columns, TRIED)
@@ -104,7 +105,7 @@ def preflight(
     return Preflight(
         block=block,
         weights=weights,
-        hessians=sum(4 * group[0].in_features ** 2 for group in groups),
+        hessians=sum(4 * group[0].in_features ** 2 for group in groups) * (2 if follows_original else 1),
         solver=(SOLVER_COPIES - 1) * 4 * columns**2 + WEIGHT_COPIES * 4 * stack,
         activations=ACTIVATION_COPIES * 4 * tokens * widest,
         live=live,
