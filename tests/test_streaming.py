@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 from llmopt.evaluation.logits import window_logits
+from llmopt.evaluation.perplexity import perplexity
+from llmopt.evaluation.proof import ProofSettings, examine
+from llmopt.evaluation.proof_streamed import too_large
+from llmopt.evaluation.reference import write_reference
 from llmopt.evaluation.streamed import streamed_logits
 from llmopt.exporters.huggingface import HuggingFaceExporter
 from llmopt.optimizer.base import Context
@@ -23,6 +27,7 @@ from llmopt.passes.quantize import preflight as preflight_module
 from llmopt.runtime.decoder_blocks import capture, find_blocks
 from llmopt.runtime.lazy import LazyWeights, leading_blocks
 from llmopt.runtime.memory import parse_size
+from llmopt.runtime.open import open_model
 from llmopt.runtime.tensor_files import Spec, locate, read_stored, write_tensors
 
 GPTQ: dict[str, Any] = {"method": "gptq", "bits": 4, "group_size": 32}
@@ -324,6 +329,29 @@ def test_shards_are_those_of_save_pretrained(limit: str, folder: Path, tmp_path:
     files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "streamed").iterdir()} == files
     assert (len([name for name in files if name.endswith(".safetensors")]) > 1) == (limit == "60KB")
+
+
+def test_an_artifact_that_is_too_large_is_proved_in_parts(folder: Path, tmp_path: Path) -> None:
+    windows = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(1))
+    model, whole = lazy(folder), load_source(resolve(folder))
+    write_reference(whole.module, whole.tokenizer, windows, tmp_path / "reference")
+    out = tmp_path / "artifact"
+    out.mkdir()
+    Quantize(group_size=32, lm_head="quantize").run(model, context(model, tmp_path, tmp_path / "steps"))
+    HuggingFaceExporter().export(model, out, context(model, tmp_path))
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    assert too_large(out, size) and not too_large(out, 10 * size)
+    settings = ProofSettings(prompts=("ab", "The c"), new_tokens=9, max_memory=size)
+    found = examine(out, tmp_path / "reference", settings)
+    module = open_model(out, "cpu").module
+    assert found["perplexity"] == perplexity(module, windows).as_dict()
+    assert found["divergence"]["mean_kl"] > 0 and found["speed"] is None
+    assert found["memory"]["weight_bytes"] < 0.6 * sum(t.nbytes for t in state(whole).values())
+    assert found["certificate"]["backend"] == "streamed"
+    for sample in found["certificate"]["samples"]:
+        ids = model.tokenizer(sample["prompt"], return_tensors="pt")["input_ids"]
+        expected = module.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=False)
+        assert sample["token_ids"] == expected[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("512 mib", 2**29), ("7", 7)])
