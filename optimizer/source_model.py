@@ -94,7 +94,9 @@ def _require_embeddings(module: nn.Module, tokenizer: PreTrainedTokenizerBase, s
 def _require_finite(module: nn.Module, source: SourceIdentity) -> None:
     import torch
 
+    from ..runtime.tensor_files import all_finite
+
     for name, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not all_finite(tensor):
             count = int((~torch.isfinite(tensor)).sum())
             raise RunError(f"{name} has {count} values that are NaN or infinite", source.id, "Restore the weights")

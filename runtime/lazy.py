@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from ..optimizer.errors import RunError
 from .memory import give_back
 from .packed_load import build_empty, ignorable
-from .tensor_files import Stored, locate, read_stored
+from .tensor_files import Stored, all_finite, locate, read_stored
 from .weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..optimizer.model import LoadedModel
-
-
-CHECKED = 1 << 22
-"""Values that are looked through for NaN and infinity at once."""
 
 
 class LazyWeights:
@@ -68,9 +64,8 @@ class LazyWeights:
         if key in self._overlaid or not tensor.is_floating_point():
             return tensor
         if key not in self._finite:
-            parts = tensor.reshape(-1).split(CHECKED)
-            count = sum(int((~torch.isfinite(part)).sum()) for part in parts)
-            if count:
+            if not all_finite(tensor):
+                count = int((~torch.isfinite(tensor)).sum())
                 raise RunError(f"{key} has {count} values that are NaN or infinite", self.source, "Restore the weights")
             self._finite.add(key)
         return tensor.to(self.dtype) if self.converts else tensor

@@ -146,6 +146,16 @@ def write_tensors(
         raise
 
 
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite: either would show in the least or the greatest one."""
+    import torch
+
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in row-major order."""
     import torch

@@ -10,15 +10,16 @@ from torch import nn
 
 from ...optimizer.errors import RunError
 from ...runtime.kernels.formats import QuantizedLinear, layer_class, scale_values
+from ...runtime.tensor_files import all_finite
 from .data_free import METHODS, fused_with
 from .fp8 import FloatQuantized
-from .rtn import Quantized
+from .rtn import CHUNK, Quantized
 from .targets import Target
 
 
 def check_weight(name: str, linear: Any) -> None:
     """Raise RunError where the weight has a NaN or an infinity."""
-    if not bool(torch.isfinite(linear.weight).all()):
+    if not all_finite(linear.weight.detach()):
         raise RunError("the weight has NaN or infinite values", where=name, what_to_do="Check the weight file.")
 
 
@@ -46,13 +47,24 @@ def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str,
     weight = linear.weight.detach()
     quantized = METHODS[target.method](weight, target.scheme, search_steps, fused_with(model, target.name))
     packed = replace_linear(model, target, quantized)
-    values = weight.float()
-    rounded = quantized.dequantize(target.scheme.bits) if isinstance(quantized, Quantized) else packed.dequantize()
-    total = float(energy(values, None).sum())
-    error = float(energy(values - rounded, None).sum())
-    error = error / total if total > 0 else 0.0
+    error = _relative_error(weight, quantized, packed, target.scheme.bits)
     seconds = round(time.perf_counter() - started, 4)
     return report_line(target, packed, error=error, weighted=False, seconds=seconds)
+
+
+def _relative_error(
+    weight: torch.Tensor, quantized: Quantized | FloatQuantized, packed: QuantizedLinear, bits: int
+) -> float:
+    """Squared error of the quantized weight over the weight's own squares; a few rows at a time, as caches like it."""
+    whole = weight if isinstance(quantized, Quantized) else packed.dequantize()
+    total = error = 0.0
+    for start in range(0, len(weight), step := max(1, CHUNK // weight.shape[1])):
+        rows = slice(start, start + step)
+        values = weight[rows].float()
+        rounded = quantized.rows(rows).dequantize(bits) if isinstance(quantized, Quantized) else whole[rows]
+        total += float(energy(values, None).sum())
+        error += float(energy(values - rounded, None).sum())
+    return error / total if total > 0 else 0.0
 
 
 def energy(matrix: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:

@@ -140,8 +140,7 @@ def _energies(
     parts = []
     for start in range(0, len(weight), MEASURED):
         rows = slice(start, start + MEASURED)
-        zeros = None if quantized.zeros is None else quantized.zeros[rows]
-        own, part = weight[rows], Quantized(quantized.codes[rows], quantized.scales[rows], zeros)
+        own, part = weight[rows], quantized.rows(rows)
         total = energy(own, hessian).clamp_(min=torch.finfo(torch.float32).tiny)
         errors = energy(own - part.dequantize(bits), hessian), energy(own - part.nearest(own, bits), hessian)
         parts.append((total, *errors))

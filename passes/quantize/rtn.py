@@ -9,6 +9,9 @@ import torch
 from ...runtime.kernels.packed import QuantScheme
 from .grid import dequantize_groups, minmax_grid, quantize_groups, search_grid, to_groups
 
+CHUNK = 1 << 18
+"""Weights rounded at once, so that temporaries stay in the cache."""
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -17,6 +20,10 @@ class Quantized:
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
+
+    def rows(self, rows: slice) -> Quantized:
+        """The part of some output rows."""
+        return Quantized(self.codes[rows], self.scales[rows], None if self.zeros is None else self.zeros[rows])
 
     def nearest(self, weight: torch.Tensor, bits: int) -> torch.Tensor:
         """What rounding `weight` [N, K] to nearest on the same grid would give, float32 [N, K]."""
@@ -42,6 +49,15 @@ def quantize_rtn(
     search_steps: 0 takes each group's full range, more search that many ranges for the least squared error,
     columns weighted by `importance` (float32 [K]). Raises ValueError where the group size does not divide K.
     """
+    step = max(1, CHUNK // weight.shape[1])
+    parts = [_round_rows(rows, scheme, dtype, search_steps, importance) for rows in weight.split(step)]
+    zeros = None if scheme.symmetric else torch.cat([part.zeros for part in parts if part.zeros is not None])
+    return Quantized(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), zeros)
+
+
+def _round_rows(
+    weight: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, search_steps: int, importance: torch.Tensor | None
+) -> Quantized:
     num_groups = scheme.num_groups(weight.shape[1])
     groups = to_groups(weight.float(), num_groups)
     if search_steps > 0:

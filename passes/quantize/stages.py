@@ -74,8 +74,8 @@ TRANSFORMS: dict[str, Callable[[BlockWork, list[Target]], None]] = {
 
 
 def check(work: BlockWork) -> None:
-    """Raise RunError where a weight that is to be quantized is not finite; keep the original where it is followed."""
-    for target in work.targets:
+    """Raise RunError where a weight that is to be calibrated is not finite; keep the original where it is followed."""
+    for target in work.calibrated:
         check_weight(target.name, work.model.get_submodule(target.name))
     if work.calibrated and work.config.match_original:
         work.original = copy.deepcopy(work.block)
