@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 TRIED = 2048
 """Columns of the largest matrix that is factorized as a trial; the time of a larger one is extrapolated."""
-SOLVER_COPIES = 5
-"""Matrices of a Hessian's size that solving a layer holds at its peak, the Hessian's own sum included."""
+SOLVER_COPIES = 3
+"""Matrices of a Hessian's size that solving a layer holds at its peak beside the Hessian."""
 ACTIVATION_COPIES = 5
 """Float32 tensors of a batch's tokens times the widest layer that a block's forward holds."""
 ENOUGH = 4
 """How many times the states of all batches must fit into what is available to be kept in memory."""
-WEIGHT_COPIES = 6
+WEIGHT_COPIES = 4
 """Float32 copies of a layer's weight while it is rounded."""
 
 
@@ -93,7 +93,10 @@ def preflight(
     """
     block, weights = max(block_bytes.items(), key=lambda item: item[1])
     columns = max(target.in_features for target in targets)
-    stack = max(sum(target.num_weights for target in group) for group in groups)
+    solver = max(
+        SOLVER_COPIES * 4 * group[0].in_features ** 2 + WEIGHT_COPIES * 4 * sum(target.num_weights for target in group)
+        for group in groups
+    )
     hidden = batch.hidden
     tokens = hidden.shape[0] * hidden.shape[1]
     widest = max(max(target.in_features, target.out_features) for target in targets)
@@ -106,7 +109,7 @@ def preflight(
         block=block,
         weights=weights,
         hessians=sum(4 * group[0].in_features ** 2 for group in groups) * (2 if follows_original else 1),
-        solver=(SOLVER_COPIES - 1) * 4 * columns**2 + WEIGHT_COPIES * 4 * stack,
+        solver=solver,
         activations=ACTIVATION_COPIES * 4 * tokens * widest,
         live=live,
         available=max(0, allowed),
