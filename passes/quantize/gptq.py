@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 
 from ...runtime.kernels.packed import QuantScheme
+from ...runtime.tensor_files import all_finite
 from .grid import minmax_grid, search_grid, to_groups
 from .rtn import Quantized
 
@@ -121,7 +122,8 @@ def inverse_factor(
     while damping <= MAX_DAMPING:
         inverse = _inverse_root(hessian, index, base + damping * unit)
         if inverse is not None:
-            return inverse.flip(0, 1).contiguous(), damping
+            inverse = inverse.flip(0, 1)  # frees the other before the copy below
+            return inverse.contiguous(), damping
         damping *= DAMPING_FACTOR
     raise NotPositiveDefinite("the Hessian is not positive definite")
 
@@ -140,7 +142,7 @@ def _inverse_root(hessian: torch.Tensor, index: torch.Tensor, diagonal: torch.Te
         return None
     inverse = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device).t()
     torch.linalg.solve_triangular(matrix, inverse, upper=False, out=inverse)
-    return inverse if bool(torch.isfinite(inverse).all()) else None
+    return inverse if all_finite(inverse) else None
 
 
 class _Grid:
