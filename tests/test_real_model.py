@@ -56,9 +56,20 @@ def transformers_tokens(folder: Path, dtype: str) -> list[list[int]]:
     return out
 
 
-@pytest.mark.parametrize(("dtype", "engine"), [("auto", "static"), ("float32", "native")])
+def sums_as_torch() -> bool:
+    """Whether the native kernels know in which order torch sums on this machine."""
+    from llmopt.runtime.kernels.attention import matches_torch
+    from llmopt.runtime.kernels.linear import torch_chunks
+
+    return matches_torch() and torch_chunks(576) != (0, 0) and torch_chunks(1536) != (0, 0)
+
+
+@pytest.mark.parametrize(("dtype", "engine"), [("auto", "native"), ("auto", "static"), ("float32", "native")])
 def test_same_greedy_text_as_plain_transformers(artifact, dtype, engine):
-    """bfloat16 rounds at each module, so only transformers' own modules give its very bits; float32 bears any order."""
+    """bfloat16 makes ties between tokens common, so that only the same bits give the same text; float32 bears any
+    order of its sums."""
+    if (dtype, engine) == ("auto", "native") and not sums_as_torch():
+        pytest.skip("torch on this machine sums bfloat16 products in an order that the native kernels do not know")
     with llmopt.load(artifact, dtype=dtype, engine=engine) as llm:
         ours = [completion.token_ids for completion in llm.generate(PROMPTS, max_new_tokens=32)]
     assert ours == transformers_tokens(artifact, dtype)

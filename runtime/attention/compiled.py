@@ -105,7 +105,7 @@ def paged_attention_compiled(
     if library().llmopt_attention(
         *_geometry(key_cache, query.shape[-1]), key_cache.data_ptr(), value_cache.data_ptr(), query.shape[1],
         rows.data_ptr(), out.data_ptr(), lengths.shape[0], starts.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
-        tables.shape[1], scale, softcap, window, None if extra is None else extra.data_ptr(),
+        tables.shape[1], scale, softcap, window, None if extra is None else extra.data_ptr(), 0,
     ):  # fmt: skip
         raise MemoryError("no memory for native attention")
     return out.to(query.dtype)

@@ -2,30 +2,16 @@
 //
 // A task is a tile of query tokens with the query heads of one KV head: those rows share every key and value they load.
 // A long context with few tasks is cut into parts that are merged at the end (Flash-Decoding, Dao et al. 2023).
-#include "attention.h"
-
 #include <limits>
+
+#include "attention_torch.h"
 
 namespace llmopt {
 namespace {
 
 constexpr int kSpan = 256;       // keys between two updates of the running maximum
 constexpr int kTileRows = 48;    // query rows of a task
-constexpr int kMinPart = 256;    // fewest keys worth a part of their own
-constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-
-// One panel of query rows against the keys [first, last) of one span; all blocks of the span are given.
-struct Span {
-  const AttentionArgs* args;
-  const uint8_t* const* key_blocks;    // of this KV head, one per block of the span
-  const uint8_t* const* value_blocks;
-  int blocks, keys;                    // keys = blocks * block_size, <= kSpan rounded up to a block
-  const uint8_t* q;                    // packed panel
-  const int *low, *high;               // per row: visible keys [low, high), relative to the span
-  float *s, *o, *maximum, *sum;        // s [r][keys], o [r][dp]
-  uint8_t* p;                          // [r][keys] in the cache's format
-  bool cold;                           // the blocks are read for the first time: worth a prefetch
-};
+constexpr int kMinPart = 256;    // fewest keys worth a part of their own, if torch's span need not be kept whole
 
 #if LLMOPT_AVX512
 // exp for numerators that are rounded to bfloat16 (relative step 2^-9): 2^t with a degree-4 polynomial, relative error below
@@ -51,6 +37,8 @@ inline void prefetch(const uint8_t*, size_t) {}
 float softmax_row(const Span& span, int m, float* s, uint8_t* p) {
   const int n = span.keys, low = std::max(0, span.low[m]), high = std::min(n, span.high[m]);
   const bool half = span.args->shape.format == KV_BF16;
+  if (const float scale = score_scale(*span.args); scale != 1.0f)
+    for (int i = 0; i < n; ++i) s[i] *= scale;
   if (low >= high) {
     std::memset(p, 0, static_cast<size_t>(n) * (half ? 2 : 4));
     return 1.0f;
@@ -139,14 +127,15 @@ struct Panel {
 
 void pack_query(const AttentionArgs& a, const float* q, uint8_t* panel, int r) {
   const int d = a.shape.head_dim, dp = a.shape.dp();
-  if (a.shape.format == KV_BF16) {
+  const float scale = query_scale(a);
+  if (a.shape.format == KV_BF16 && !a.as_torch) {
     for (int i = 0; i < dp; i += 2) {
-      const uint16_t pair[2] = {f32_to_bf16(i < d ? q[i] * a.scale : 0.0f), f32_to_bf16(i + 1 < d ? q[i + 1] * a.scale : 0.0f)};
+      const uint16_t pair[2] = {f32_to_bf16(i < d ? q[i] * scale : 0.0f), f32_to_bf16(i + 1 < d ? q[i + 1] * scale : 0.0f)};
       std::memcpy(panel + static_cast<size_t>(i / 2) * r * 4, pair, 4);
     }
   } else {
     for (int i = 0; i < dp; ++i) {
-      const float v = i < d ? q[i] * a.scale : 0.0f;
+      const float v = i < d ? q[i] * scale : 0.0f;
       std::memcpy(panel + static_cast<size_t>(i) * r * 4, &v, 4);
     }
   }
@@ -173,8 +162,8 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
               AttentionScratch::Thread& t, float* partial) {
   const CacheShape& shape = a.shape;
   const int group = a.heads / shape.kv_heads, rows = task.tokens * group, dp = shape.dp(), bs = shape.block_size;
-  const int units = shape.format == KV_BF16 ? dp / 2 : dp;
-  const int span_blocks = std::max(1, kSpan / bs), span_keys = span_blocks * bs;
+  const int units = shape.format == KV_BF16 && !a.as_torch ? dp / 2 : dp;
+  const int span_blocks = std::max(1, (a.as_torch ? kTorchSpan : kSpan) / bs), span_keys = span_blocks * bs;
   uint8_t* q = t.q.reserve(static_cast<size_t>(rows) * units * 4);
   float* s = t.s.reserve(static_cast<size_t>(kMaxRows) * span_keys);
   uint8_t* p = t.p.reserve(static_cast<size_t>(kMaxRows) * span_keys * 4);
@@ -185,6 +174,8 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
   std::fill(maximum, maximum + rows, kNegInf);
   std::fill(sum, sum + rows, 0.0f);
   const int first_position = batch.lengths[task.sequence] - (batch.starts[task.sequence + 1] - task.token);
+  const int tokens = batch.starts[task.sequence + 1] - batch.starts[task.sequence];
+  const ScoreOrder order = score_order(task.token - batch.starts[task.sequence], tokens, batch.lengths[task.sequence]);
   const auto position = [&](int row) { return first_position + row / group; };
   for (int row = 0; row < rows; ++row) {
     const int panel = row / kMaxRows, r = std::min(kMaxRows, rows - panel * kMaxRows);
@@ -193,7 +184,7 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
                q + (static_cast<size_t>(panel) * kMaxRows * units + row % kMaxRows) * 4, r);
   }
   const int32_t* table = batch.tables + static_cast<size_t>(task.sequence) * batch.table_stride;
-  const uint8_t *key_blocks[kSpan / 32 + 1], *value_blocks[kSpan / 32 + 1];
+  const uint8_t *key_blocks[kTorchSpan / 32 + 1], *value_blocks[kTorchSpan / 32 + 1];
   for (int start = task.begin / bs * bs; start < task.end; start += span_keys) {
     const int blocks = std::min(span_blocks, (task.end - start + bs - 1) / bs);
     for (int b = 0; b < blocks; ++b) {
@@ -212,7 +203,13 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
       const int seen = std::min(blocks, (high[r - 1] + bs - 1) / bs);
       if (seen <= 0 || low[0] >= seen * bs) continue;
       Span span{&a, key_blocks, value_blocks, seen, seen * bs, q + static_cast<size_t>(row0) * units * 4, low, high,
-                s, o + static_cast<size_t>(row0) * dp, maximum + row0, sum + row0, p, panel == 0};
+                s, o + static_cast<size_t>(row0) * dp, maximum + row0, sum + row0, p, std::min(span_keys, batch.lengths[task.sequence] - start), order, panel == 0};
+#if LLMOPT_AVX512
+      if (a.as_torch && shape.format == KV_BF16) {
+        for_rows<TorchPanel::Body>(r, span);
+        continue;
+      }
+#endif
       if (shape.format == KV_BF16) for_rows<Panel<BF16Op>::template Body>(r, span);
       else for_rows<Panel<F32Op>::template Body>(r, span);
     }
@@ -250,7 +247,10 @@ void merge(const AttentionArgs& a, const AttentionScratch::Task& task, float* pa
 }  // namespace
 
 void attention(Pool& pool, const Batch& batch, const AttentionArgs& a, AttentionScratch& scratch) {
-  const int group = a.heads / a.shape.kv_heads, tile = std::max(1, kTileRows / group), bs = a.shape.block_size;
+  const int group = a.heads / a.shape.kv_heads, bs = a.shape.block_size;
+  int tile = std::max(1, kTileRows / group);
+  if (a.as_torch)  // no tile may reach into two of torch's
+    while (32 % tile) --tile;
   while (scratch.threads.size() < static_cast<size_t>(pool.threads())) scratch.threads.emplace_back();
   int tiles = 0;
   for (int r = 0; r < batch.sequences; ++r) tiles += (batch.starts[r + 1] - batch.starts[r] + tile - 1) / tile;
@@ -266,7 +266,7 @@ void attention(Pool& pool, const Batch& batch, const AttentionArgs& a, Attention
       const int begin = a.window > 0 ? std::max(0, first + 1 - a.window) : 0;
       int parts = 1;
       if (pool.threads() > 1 && tiles < 4 * pool.threads())
-        parts = std::max(1, std::min((end - begin) / kMinPart, 4 * pool.threads() / tiles + 1));
+        parts = std::max(1, std::min((end - begin) / (a.as_torch ? kTorchSpan : kMinPart), 4 * pool.threads() / tiles + 1));
       for (int h = 0; h < a.shape.kv_heads; ++h)
         for (int part = 0; part < parts; ++part) {
           const int step = round_up((end - begin + parts - 1) / parts, bs);

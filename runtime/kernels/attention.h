@@ -48,6 +48,8 @@ struct AttentionArgs {
   float scale, cap;    // scores are scale * q.k, then cap * tanh(./cap) where cap > 0
   int window;          // a token sees the last `window` positions, itself included; 0: all
   const float* sinks;  // [heads] or null: a logit that takes part in the softmax and has no value
+  // With a bfloat16 cache and AVX-512: the arithmetic of torch's scaled_dot_product_attention, see attention_torch.h.
+  bool as_torch = false;
 };
 
 // Per-thread space and the pieces of sequences whose context was split.

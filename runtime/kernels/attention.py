@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from functools import lru_cache
+
 import torch
+from torch import nn
 
 from .native import CACHE_FORMATS, contiguous, library
 
@@ -119,6 +122,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    as_torch: bool = False,
 ) -> torch.Tensor:
     """Causal attention of a flat batch over the paged cache.
 
@@ -129,7 +133,9 @@ def paged_attention(
     logit a head that takes part in the softmax and carries no value (Xiao et al. 2023; gpt-oss).
 
     Returns [tokens, num_heads, head_dim] in q's dtype. With a float32 cache all arithmetic is float32; with bfloat16,
-    scale * q and the softmax numerators are rounded to bfloat16 and products are summed in float32.
+    queries (times the scale, where that is a power of two) and softmax numerators are rounded to bfloat16 and products
+    are summed in float32. as_torch, with bfloat16: the numerators are those of torch's scaled_dot_product_attention on
+    the CPU to the bit, for a sequence that it would see as a whole.
     Raises ValueError for inconsistent shapes, lengths or blocks.
     """
     tokens, num_heads, head_dim = q.shape
@@ -163,7 +169,42 @@ def paged_attention(
     if library().llmopt_attention(
         *arguments, k_cache.data_ptr(), v_cache.data_ptr(), num_heads, query.data_ptr(), out.data_ptr(), sequences,
         first.data_ptr(), total.data_ptr(), tables.data_ptr(), tables.shape[1], scale, softcap, window,
-        None if extra is None else extra.data_ptr(),
+        None if extra is None else extra.data_ptr(), int(as_torch),
     ):  # fmt: skip
         raise MemoryError("no memory for native attention")
     return out.to(q.dtype)
+
+
+@lru_cache(maxsize=1)
+def matches_torch() -> bool:
+    """Whether `as_torch` gives the bits of torch's own attention on this machine, found by trial on random sequences:
+    a few tokens, one after many, and more than a tile; another instruction set or library sums in other orders."""
+    generator = torch.Generator().manual_seed(11)
+    heads, kv_heads, head_dim, block_size = 6, 3, 64, 32
+    for length, new in ((5, 5), (40, 40), (41, 1), (230, 1), (70, 66)):
+        q = torch.randn(1, heads, new, head_dim, generator=generator).mul_(2.0).bfloat16()
+        k, v = torch.randn(2, 1, kv_heads, length, head_dim, generator=generator).bfloat16().unbind(0)
+        mask = None if new == 1 else torch.ones(new, length, dtype=torch.bool).tril(length - new)
+        wanted = nn.functional.scaled_dot_product_attention(
+            q,
+            k.repeat_interleave(heads // kv_heads, 1),
+            v.repeat_interleave(heads // kv_heads, 1),
+            attn_mask=mask if new < length else None,
+            is_causal=new == length,
+            scale=head_dim**-0.5,
+        )
+        keys, values = allocate_kv(-(-length // block_size), block_size, kv_heads, head_dim, torch.bfloat16)
+        write_kv(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, torch.arange(length))
+        got = paged_attention(
+            q[0].transpose(0, 1).contiguous(),
+            keys,
+            values,
+            torch.tensor([0, new]),
+            torch.tensor([length]),
+            torch.arange(keys.shape[0]).unsqueeze(0),
+            scale=head_dim**-0.5,
+            as_torch=True,
+        )
+        if not torch.equal(got, wanted[0].transpose(0, 1)):
+            return False
+    return True

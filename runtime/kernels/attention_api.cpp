@@ -33,15 +33,16 @@ int llmopt_write_kv(int format, int num_blocks, int block_size, int kv_heads, in
 }
 
 // q, out: float [tokens][heads][head_dim], contiguous. starts [sequences + 1], lengths [sequences], tables
-// [sequences][table_stride] as in attention.h; sinks [heads] or null. Returns 0, or -1 when memory is short.
+// [sequences][table_stride] as in attention.h; sinks [heads] or null; as_torch as in attention.h. Returns 0, or -1 when memory is short.
 int llmopt_attention(int format, int num_blocks, int block_size, int kv_heads, int head_dim, const void* keys,
                      const void* values, int heads, const float* q, float* out, int sequences, const int32_t* starts,
                      const int32_t* lengths, const int32_t* tables, int table_stride, float scale, float cap, int window,
-                     const float* sinks) try {
+                     const float* sinks, int as_torch) try {
   std::lock_guard<std::mutex> lock(pool_mutex());
   const size_t stride = static_cast<size_t>(heads) * head_dim;
   const AttentionArgs args{{format, num_blocks, block_size, kv_heads, head_dim}, static_cast<const uint8_t*>(keys),
-                           static_cast<const uint8_t*>(values), heads, q, stride, out, stride, scale, cap, window, sinks};
+                           static_cast<const uint8_t*>(values), heads, q, stride, out, stride, scale, cap, window, sinks,
+                           as_torch != 0};
   attention(pool(), Batch{sequences, starts, lengths, tables, table_stride}, args, g_scratch);
   return 0;
 } catch (const std::bad_alloc&) {

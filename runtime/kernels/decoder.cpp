@@ -14,12 +14,35 @@ int64_t now_ns() {
 }
 
 // Rotates pairs (i, i + half), as in Su et al. 2021 with the halves layout of Llama.
-void rotate(float* x, const float* cos, const float* sin, int half) {
+void rotate(float* x, const float* cos, const float* sin, int half, bool round) {
+  if (!round) {
+    for (int i = 0; i < half; ++i) {
+      const float a = x[i], b = x[i + half];
+      x[i] = a * cos[i] - b * sin[i];
+      x[i + half] = b * cos[i] + a * sin[i];
+    }
+    return;
+  }
   for (int i = 0; i < half; ++i) {
     const float a = x[i], b = x[i + half];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + half] = b * cos[i] + a * sin[i];
+    x[i] = bf16_round(bf16_round(a * cos[i]) - bf16_round(b * sin[i]));
+    x[i + half] = bf16_round(bf16_round(b * cos[i]) + bf16_round(a * sin[i]));
   }
+}
+
+// x += scale * update over n values; `update` is overwritten.
+void add_scaled(float* x, float* update, float scale, int n, bool round) {
+  if (!round) {
+    for (int i = 0; i < n; ++i) x[i] += scale * update[i];
+    return;
+  }
+  round_to_bf16(update, n);
+  if (scale != 1.0f) {
+    for (int i = 0; i < n; ++i) update[i] *= scale;
+    round_to_bf16(update, n);
+  }
+  for (int i = 0; i < n; ++i) x[i] += update[i];
+  round_to_bf16(x, n);
 }
 
 }  // namespace
@@ -79,7 +102,14 @@ void Decoder::embed(const StepArgs& a) {
       const float* e = static_cast<const float*>(spec_.embedding) + at;
       for (int i = 0; i < hidden; ++i) x[i] = e[i] * spec_.embedding_scale;
     }
+    if (round_ && spec_.embedding_scale != 1.0f) round_to_bf16(x, hidden);
   });
+}
+
+void Decoder::mark_alone(const StepArgs& a) {
+  alone_.assign(std::max(a.tokens, a.logit_count), 0);
+  for (int r = 0; r < a.sequences; ++r)
+    if (a.starts[r + 1] - a.starts[r] == 1) alone_[a.starts[r]] = 1;
 }
 
 template <class Row>
@@ -92,6 +122,7 @@ void Decoder::pack(int count, std::initializer_list<const Linear*> linears, cons
     if (!known) acts_[acts_used_++].resize(count, *l);
     k = l->k;
   }
+  for (int i = 0; i < acts_used_; ++i) acts_[i].alone = alone_.data();
   const int kp = round_up(k, kLanes);
   // By panels: the rows of a panel are interleaved, and two threads in one would fight for its cache lines.
   const int panels = (count + kMaxRows - 1) / kMaxRows;
@@ -158,14 +189,15 @@ void Decoder::queries_keys_values(const LayerSpec& l, int index, const StepArgs&
   pack(a.tokens, {l.q, l.k, l.v}, [&](int t, float* space) -> const float* {
     const float* x = hidden_ + static_cast<size_t>(t) * ld;
     if (!l.input_norm) return x;
-    rms_norm(x, l.input_norm, spec_.norm_eps, hidden, space);
+    norm(x, l.input_norm, hidden, space);
     return space;
   });
   const int offset[3] = {0, l.q->tiles * kLanes, (l.q->tiles + l.k->tiles) * kLanes};
   const size_t stride = static_cast<size_t>(offset[2]) + l.v->tiles * kLanes;
   float* qkv = qkv_.reserve(stride * a.tokens);
   begin_part(PART_QKV);
-  product({l.q, l.k, l.v}, a.tokens, [&](int which, int tile, int row, int count, const float* c) {
+  product({l.q, l.k, l.v}, a.tokens, [&](int which, int tile, int row, int count, float* c) {
+    if (round_) round_to_bf16(c, count * kLanes);
     for (int m = 0; m < count; ++m)
       std::memcpy(qkv + (row + m) * stride + offset[which] + tile * kLanes, c + m * kLanes, sizeof(float) * kLanes);
   });
@@ -174,44 +206,47 @@ void Decoder::queries_keys_values(const LayerSpec& l, int index, const StepArgs&
   rows(a.tokens, [&](int t, Thread&) {
     float *q = qkv + t * stride, *k = q + offset[1], *v = q + offset[2];
     if (l.q_norm && l.qk_norm_full) {
-      rms_norm(q, l.q_norm, spec_.norm_eps, spec_.heads * d, q);
-      rms_norm(k, l.k_norm, spec_.norm_eps, spec_.kv_heads * d, k);
+      norm(q, l.q_norm, spec_.heads * d, q);
+      norm(k, l.k_norm, spec_.kv_heads * d, k);
     } else if (l.q_norm) {
-      for (int h = 0; h < spec_.heads; ++h) rms_norm(q + h * d, l.q_norm, spec_.norm_eps, d, q + h * d);
-      for (int h = 0; h < spec_.kv_heads; ++h) rms_norm(k + h * d, l.k_norm, spec_.norm_eps, d, k + h * d);
+      for (int h = 0; h < spec_.heads; ++h) norm(q + h * d, l.q_norm, d, q + h * d);
+      for (int h = 0; h < spec_.kv_heads; ++h) norm(k + h * d, l.k_norm, d, k + h * d);
     }
     if (l.rope >= 0) {
       const RopeTable& table = ropes_[l.rope];
       const float* cos = table.cos + static_cast<size_t>(a.positions[t]) * table.half;
       const float* sin = table.sin + static_cast<size_t>(a.positions[t]) * table.half;
-      for (int h = 0; h < spec_.heads; ++h) rotate(q + h * d, cos, sin, table.half);
-      for (int h = 0; h < spec_.kv_heads; ++h) rotate(k + h * d, cos, sin, table.half);
+      for (int h = 0; h < spec_.heads; ++h) rotate(q + h * d, cos, sin, table.half, round_);
+      for (int h = 0; h < spec_.kv_heads; ++h) rotate(k + h * d, cos, sin, table.half, round_);
     }
     write_token(cache_, keys_ + layer_bytes, values_ + layer_bytes, a.slots[t], k, v);
   });
+}
+
+void Decoder::norm(const float* x, const float* weight, int n, float* y) const {
+  rms_norm(x, weight, spec_.norm_eps, n, y, spec_.rounding);
 }
 
 // hidden += scale * post_norm(W x), x as packed.
 void Decoder::residual(const Linear& linear, int count, float scale, const float* post_norm) {
   const int hidden = spec_.hidden, ld = round_up(hidden, kLanes);
   if (!post_norm) {
-    product({&linear}, count, [&](int, int tile, int row, int n, const float* c) {
-      for (int m = 0; m < n; ++m) {
-        float* x = hidden_ + static_cast<size_t>(row + m) * ld + tile * kLanes;
-        for (int i = 0; i < kLanes; ++i) x[i] += scale * c[m * kLanes + i];
-      }
+    product({&linear}, count, [&](int, int tile, int row, int n, float* c) {
+      for (int m = 0; m < n; ++m)
+        add_scaled(hidden_ + static_cast<size_t>(row + m) * ld + tile * kLanes, c + m * kLanes, scale, kLanes, round_);
     });
     return;
   }
   float* update = update_.reserve(static_cast<size_t>(count) * ld);
-  product({&linear}, count, [&](int, int tile, int row, int n, const float* c) {
+  product({&linear}, count, [&](int, int tile, int row, int n, float* c) {
+    if (round_) round_to_bf16(c, n * kLanes);
     for (int m = 0; m < n; ++m)
       std::memcpy(update + static_cast<size_t>(row + m) * ld + tile * kLanes, c + m * kLanes, sizeof(float) * kLanes);
   });
   rows(count, [&](int i, Thread&) {
     float *x = hidden_ + static_cast<size_t>(i) * ld, *u = update + static_cast<size_t>(i) * ld;
-    rms_norm(u, post_norm, spec_.norm_eps, hidden, u);
-    for (int j = 0; j < hidden; ++j) x[j] += scale * u[j];
+    norm(u, post_norm, hidden, u);
+    add_scaled(x, u, scale, hidden, round_);
   });
 }
 
@@ -221,7 +256,7 @@ void Decoder::gated_mlp(const LayerSpec& l, int count) {
   pack(count, {l.gate, l.up}, [&](int i, float* space) -> const float* {
     const float* x = hidden_ + static_cast<size_t>(i) * ld;
     if (!l.pre_mlp_norm) return x;
-    rms_norm(x, l.pre_mlp_norm, spec_.norm_eps, hidden, space);
+    norm(x, l.pre_mlp_norm, hidden, space);
     return space;
   });
   begin_part(PART_MLP_IN);
@@ -242,9 +277,10 @@ void Decoder::gated_mlp(const LayerSpec& l, int count) {
         const TileView view = prepare_tile(linear, tile, covered, threads_[thread].tile);
         for (int panel = first; panel < last; ++panel) {
           panel_product(linear, view, tile, x, panel, c);
+          if (round_) round_to_bf16(c, x.panel_rows(panel) * kLanes);
           for (int m = 0; m < x.panel_rows(panel); ++m) {
             float* out = mlp + (static_cast<size_t>(panel) * kMaxRows + m) * width + tile * kLanes;
-            if (up) gated(l.activation, out, c + m * kLanes, kLanes, out);
+            if (up) gated(l.activation, l.activation_table, out, c + m * kLanes, kLanes, out);
             else std::memcpy(out, c + m * kLanes, sizeof(float) * kLanes);
           }
         }
@@ -259,16 +295,23 @@ void Decoder::gated_mlp(const LayerSpec& l, int count) {
 
 void Decoder::head(const StepArgs& a) {
   const int hidden = spec_.hidden, ld = round_up(hidden, kLanes), vocab = spec_.vocab;
+  std::fill(alone_.begin(), alone_.end(), 1);  // transformers asks for the logits of one position at a time
   pack(a.logit_count, {spec_.head}, [&](int i, float* space) -> const float* {
     const float* x = hidden_ + static_cast<size_t>(i) * ld;
-    rms_norm(x, spec_.final_norm, spec_.norm_eps, hidden, space);
+    norm(x, spec_.final_norm, hidden, space);
     return space;
   });
   product({spec_.head}, a.logit_count, [&](int, int tile, int row, int n, float* c) {
     const int width = std::min(kLanes, vocab - tile * kLanes);
-    if (spec_.logit_scale != 1.0f)
+    if (round_) round_to_bf16(c, n * kLanes);
+    if (spec_.logit_scale != 1.0f) {
       for (int i = 0; i < n * kLanes; ++i) c[i] *= spec_.logit_scale;
-    if (spec_.logit_cap > 0) soft_cap(c, n * kLanes, spec_.logit_cap);
+      if (round_) round_to_bf16(c, n * kLanes);
+    }
+    if (spec_.logit_cap > 0) {
+      soft_cap(c, n * kLanes, spec_.logit_cap);
+      if (round_) round_to_bf16(c, n * kLanes);
+    }
     for (int m = 0; m < n; ++m)
       std::memcpy(a.logits + static_cast<size_t>(row + m) * vocab + tile * kLanes, c + m * kLanes, sizeof(float) * width);
   });
@@ -283,6 +326,7 @@ int Decoder::step(Pool& pool, const StepArgs& a) {
   part_ = -1;
   begin_part(PART_ROWS);
   embed(a);
+  mark_alone(a);
   const Batch batch{a.sequences, a.starts, a.lengths, a.tables, a.table_stride};
   for (int i = 0; i < spec_.layers; ++i) {
     const LayerSpec& l = layers_[i];
@@ -294,12 +338,16 @@ int Decoder::step(Pool& pool, const StepArgs& a) {
     float* attended = attended_.reserve(static_cast<size_t>(a.tokens) * width);
     const size_t stride = static_cast<size_t>(l.q->tiles + l.k->tiles + l.v->tiles) * kLanes;
     attention(pool, batch, {cache_, keys_ + layer_bytes, values_ + layer_bytes, spec_.heads, qkv_.data, stride, attended,
-                            static_cast<size_t>(width), l.attention_scale, l.attention_cap, l.window, l.sinks}, attention_);
+                            static_cast<size_t>(width), l.attention_scale, l.attention_cap, l.window, l.sinks, spec_.torch_attention != 0},
+              attention_);
     begin_part(PART_ROWS);
     int count = a.tokens;
     if (last) {  // only the rows whose logits are asked for go on
       count = a.logit_count;
       float* kept = kept_.reserve(static_cast<size_t>(count) * ld);
+      std::vector<uint8_t> alone(alone_.size(), 0);
+      for (int r = 0; r < count; ++r) alone[r] = alone_[a.logit_rows[r]];
+      alone_.swap(alone);
       for (int r = 0; r < count; ++r)
         std::memcpy(kept + static_cast<size_t>(r) * ld, hidden_ + static_cast<size_t>(a.logit_rows[r]) * ld, sizeof(float) * ld);
       hidden_ = kept;

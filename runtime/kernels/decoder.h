@@ -14,6 +14,7 @@ extern "C" struct LayerSpec {
   const float *input_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm;  // [hidden]
   const float *q_norm, *k_norm;  // [head_dim], or [heads * head_dim] with qk_norm_full
   const float* sinks;            // [heads]
+  const uint16_t* activation_table;  // with rounding: the activation of every bfloat16, by its bits [65536]
   int32_t qk_norm_full;
   int32_t window;      // 0: all positions
   int32_t rope;        // index of a rope table, -1: none
@@ -24,6 +25,10 @@ extern "C" struct LayerSpec {
 extern "C" struct DecoderSpec {
   int32_t layers, hidden, heads, kv_heads, head_dim, vocab;
   int32_t embedding_bf16;  // else float
+  // Where values are rounded to bfloat16. NORM_EXACT: nowhere but where activations enter bfloat16 products. Otherwise at
+  // every point at which transformers' modules hand on a bfloat16 tensor; the norms do it once or twice.
+  int32_t rounding;
+  int32_t torch_attention;  // attention to the bits of torch's, see attention_torch.h
   int32_t reserved;
   const void* embedding;   // [vocab][hidden]
   const float* final_norm; // [hidden]
@@ -50,7 +55,8 @@ struct RopeTable { const float *cos, *sin; int positions, half; };  // [position
 
 class Decoder {
  public:
-  Decoder(const DecoderSpec& spec, const LayerSpec* layers) : spec_(spec), layers_(layers, layers + spec.layers) {}
+  Decoder(const DecoderSpec& spec, const LayerSpec* layers)
+      : spec_(spec), layers_(layers, layers + spec.layers), round_(spec.rounding != NORM_EXACT) {}
   void set_rope(int index, const RopeTable& table) {
     if (index >= static_cast<int>(ropes_.size())) ropes_.resize(index + 1);
     ropes_[index] = table;
@@ -67,11 +73,13 @@ class Decoder {
  private:
   struct Thread { TileScratch tile; Buffer<float> row; };
   int check(const StepArgs& args) const;
+  void norm(const float* x, const float* weight, int n, float* y) const;
   void begin_part(int part);
   void embed(const StepArgs& args);
   // Packs the rows for the linears: each distinct activation format once.
   template <class Row>
   void pack(int rows, std::initializer_list<const Linear*> linears, const Row& row);
+  void mark_alone(const StepArgs& args);
   const Activations& packed(const Linear& linear) const;
   int panel_parts(int panels, int panel_bytes) const;
   template <class Store>
@@ -85,12 +93,14 @@ class Decoder {
 
   DecoderSpec spec_;
   std::vector<LayerSpec> layers_;
+  bool round_;
   std::vector<RopeTable> ropes_;
   CacheShape cache_{};
   uint8_t *keys_ = nullptr, *values_ = nullptr;
   Pool* pool_ = nullptr;
   std::deque<Thread> threads_;
   Activations acts_[4];
+  std::vector<uint8_t> alone_;  // per row: whether it is all that its sequence computes in this step
   int acts_used_ = 0;
   AttentionScratch attention_;
   Buffer<float> x_, kept_, qkv_, attended_, update_, mlp_;

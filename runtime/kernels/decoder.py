@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attention import allocate_kv
+from .attention import allocate_kv, matches_torch
 from .linear import NativeLinear, quantize_rows
 from .native import CACHE_FORMATS, PARTS, DecoderSpec, LayerSpec, StepArgs, contiguous, library, set_num_threads
 from .proof import Proof, check, expected_logits
@@ -39,20 +40,35 @@ class DecoderOptions:
     weights: `stored` (packed modules as they are, float weights as they are), `bfloat16`, or `int8` (float weights are
         quantized at load, symmetric, one scale a row; packed modules stay as they are).
     lm_head: `stored`, `int8` (one scale a row) or `int4` (symmetric, groups of 32), quantized at load.
+    rounding: `model` rounds to bfloat16 wherever the modules of a bfloat16 model hand on a tensor, so that greedy text
+        is that of the modules themselves; `none` keeps float32 between the products, which is nearer to the float32
+        model; `auto` is `model` where everything else is as the model has it, else `none`.
     """
 
     activation: str = "none"
     weights: str = "stored"
     lm_head: str = "stored"
+    rounding: str = "auto"
 
     def __post_init__(self) -> None:
         for name, known in (
             ("activation", ("none", "int8")),
             ("weights", ("stored", "bfloat16", "int8")),
             ("lm_head", ("stored", "int8", "int4")),
+            ("rounding", ("auto", "model", "none")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether every product has the model's own weights and activations."""
+        return (self.activation, self.weights, self.lm_head) == ("none", "stored", "stored")
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether a model held in `dtype` is run with its own roundings."""
+        return dtype == torch.bfloat16 and (self.rounding == "model" or (self.rounding == "auto" and self.as_stored))
 
 
 def _native_linear(part: LinearPart, how: str, options: DecoderOptions, dtype: torch.dtype) -> NativeLinear:
@@ -61,7 +77,8 @@ def _native_linear(part: LinearPart, how: str, options: DecoderOptions, dtype: t
     rows = slice(part.first, part.first + (part.rows or module.out_features))
     bias = getattr(module, "bias", None)
     bias = None if bias is None else bias[rows]
-    activation = "int8" if options.activation == "int8" else "bfloat16" if dtype == torch.bfloat16 else "float32"
+    quantized = options.activation == "int8" or getattr(module, "activation", None) == "int8"
+    activation = "int8" if quantized else "bfloat16" if dtype == torch.bfloat16 else "float32"
     if hasattr(module, "quant_state"):
         state = module.quant_state()
         if getattr(state, "g_idx", None) is not None:
@@ -73,7 +90,10 @@ def _native_linear(part: LinearPart, how: str, options: DecoderOptions, dtype: t
         bits = 4 if state.bits <= 4 else 8
         if bits != state.bits and zeros is None:  # 2, 3 and 5 to 7 bits travel in the next larger format
             zeros = torch.full(scales.shape, 2 ** (state.bits - 1), dtype=torch.uint8)
-        return NativeLinear.from_codes(codes, scales, zeros, bits=bits, bias=bias, activation=activation)
+        dequantize = options.rounds(dtype)
+        return NativeLinear.from_codes(
+            codes, scales, zeros, bits=bits, bias=bias, activation=activation, dequantize=dequantize
+        )
     weight = module.weight.detach()[rows]
     if how in ("int8", "int4"):
         group = HEAD_GROUP if how == "int4" and weight.shape[1] % HEAD_GROUP == 0 else 0
@@ -91,6 +111,7 @@ class FusedDecoder:
 
     def __init__(self, structure: ModelStructure, options: DecoderOptions, *, release: bool = False) -> None:
         self.options, self.structure = options, structure
+        self.rounds = options.rounds(structure.dtype)
         self.vocab_size = structure.vocab
         self.num_layers, self.num_kv_heads, self.head_dim = (
             len(structure.layers),
@@ -98,6 +119,7 @@ class FusedDecoder:
             structure.head_dim,
         )
         self._keep: list[Any] = []
+        self._tables: dict[str, torch.Tensor] = {}
         self._handle: int | None = None
         self.linear_formats: dict[str, int] = {}
         """Number of linears by format, as `int4/int8` (weight/activation)."""
@@ -114,8 +136,9 @@ class FusedDecoder:
         self._keep += [embedding, structure.final_norm]
         spec = DecoderSpec(
             self.num_layers, structure.hidden, structure.heads, structure.kv_heads, structure.head_dim, structure.vocab,
-            int(embedding.dtype == torch.bfloat16), 0, embedding.data_ptr(), structure.final_norm.data_ptr(),
-            head.handle,
+            int(embedding.dtype == torch.bfloat16), structure.norm_roundings if self.rounds else 0,
+            int(self.rounds and matches_torch()), 0,
+            embedding.data_ptr(), structure.final_norm.data_ptr(), head.handle,
             structure.embedding_scale, structure.norm_eps, structure.logit_scale, structure.logit_cap,
         )  # fmt: skip
         self._handle = library().llmopt_decoder_create(ctypes.byref(spec), specs)
@@ -127,6 +150,8 @@ class FusedDecoder:
 
     def _pack(self, part: LinearPart, how: str, options: DecoderOptions, dtype: torch.dtype) -> NativeLinear:
         linear = _native_linear(part, how, options, dtype)
+        if self.rounds:
+            linear.sum_as_torch()
         self._keep.append(linear)
         self.weight_bytes += linear.nbytes
         key = f"{linear.weight_format}/{linear.activation_format}"
@@ -151,12 +176,23 @@ class FusedDecoder:
         spec.qk_norm_full = int(layer.q_norm is not None and layer.q_norm.numel() != structure.head_dim)
         spec.window = layer.window
         spec.rope = -1 if layer.rope is None else self._ropes.index(layer.rope)
-        spec.activation = ACTIVATIONS[layer.activation][0]
+        spec.activation, function = ACTIVATIONS[layer.activation]
+        if self.rounds:
+            spec.activation_table = self._activation_table(layer.activation, function).data_ptr()
         spec.attention_scale, spec.attention_cap = layer.attention_scale, layer.attention_cap
         spec.residual_scale = layer.residual_scale
 
+    def _activation_table(self, name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """torch's own values of an activation, bfloat16 [65536] by the bits of its argument."""
+        if name not in self._tables:
+            bits = torch.arange(-(2**15), 2**15, dtype=torch.int16).roll(2**15)
+            self._tables[name] = function(bits.view(torch.bfloat16)).contiguous()
+        return self._tables[name]
+
     def _grow_rope(self, length: int) -> None:
         tables = [rope_table(self.structure.rotary, kind, length) for kind in self._ropes]
+        if self.rounds:
+            tables = [(cos.bfloat16().float(), sin.bfloat16().float()) for cos, sin in tables]
         for index, (cos, sin) in enumerate(tables):
             library().llmopt_decoder_set_rope(self._handle, index, cos.data_ptr(), sin.data_ptr(), *cos.shape)
         self._rope_tables, self._rope_length = tables, length
@@ -260,19 +296,21 @@ def build_decoder(
     activation: str = "none",
     weights: str = "stored",
     lm_head: str = "stored",
+    rounding: str = "auto",
     num_threads: int | None = None,
     release: bool = False,
     prove: bool = True,
 ) -> FusedDecoder:
     """Packs a Hugging Face causal language model (on the CPU, in eval mode) into a fused decoder.
 
-    activation, weights, lm_head: see DecoderOptions. num_threads: for all native calls of the process; None leaves it.
+    activation, weights, lm_head, rounding: see DecoderOptions. num_threads: for all native calls of the process; None
+    leaves it.
     release: frees each layer's weights in the model as they are packed; the model can then no longer run.
     prove: compares logits with the model's own on a short probe, chunks and single tokens mixed (see proof.py).
 
     Raises UnsupportedModel where a part is not understood or the proof fails, NativeUnavailable without a compiler.
     """
-    options = DecoderOptions(activation, weights, lm_head)
+    options = DecoderOptions(activation, weights, lm_head, rounding)
     library()
     if num_threads is not None:
         set_num_threads(num_threads)

@@ -53,14 +53,69 @@ void unpack_values(const Linear& l, const uint8_t* tile, uint8_t* out) {
   }
 }
 
+// Multiplies a tile of bfloat16 units of (code - the constant zero point) out to weights, rounded once, in place.
+void scale_values(const Linear& l, const uint8_t* tile, uint8_t* units) {
+  const int per_group = l.group / 2, zero = l.weight == W_INT4 ? 8 : 128;
+  for (int g = 0; g < l.groups; ++g, tile += l.group_bytes, units += static_cast<size_t>(per_group) * 4 * kLanes) {
+    const uint8_t* zeros = l.symmetric ? nullptr : tile + l.zeros_at;
+#if LLMOPT_AVX512
+    const GroupGrid grid(tile + l.scales_at, l.scale_format, zeros, zero);
+    for (int i = 0; i < 2 * per_group; ++i)
+      _mm512_storeu_si512(units + 64 * i, grid.weights(_mm512_loadu_si512(units + 64 * i), i % 2));
+#else
+    uint16_t* values = reinterpret_cast<uint16_t*>(units);
+    for (int n = 0; n < kLanes; ++n) {
+      const float scale = scale_at(tile + l.scales_at, l.scale_format, n);
+      const float shift = zeros ? static_cast<float>(zeros[n]) - static_cast<float>(zero) : 0.0f;
+      for (int u = 0; u < per_group; ++u)
+        for (int b = 0; b < 2; ++b) {
+          uint16_t& v = values[(static_cast<size_t>(u) * kLanes + n) * 2 + b];
+          v = f32_to_bf16((bf16_to_f32(v) - shift) * scale);
+        }
+    }
+#endif
+  }
+}
+
+#if LLMOPT_AVX512
+// Turns a tile of codes in the direct order into bfloat16 units of (code - the constant zero point).
+template <bool kInt4>
+void unpack_direct(const Linear& l, const uint8_t* tile, uint8_t* out) {
+  const __m512i table = value_table<kInt4>();
+  for (int g = 0; g < l.groups; ++g, tile += l.group_bytes)
+    for (size_t i = 0; i < l.scales_at; i += 128)
+      for (int j = 0; j < (kInt4 ? 4 : 2); ++j, out += 128)
+        for (int h = 0; h < 2; ++h)
+          _mm512_storeu_si512(out + 64 * h, unit_of<kInt4>(_mm512_loadu_si512(tile + i + 64 * h), j, table));
+}
+#endif
+
+// Columns after which some row's sum is cut; 0: none is.
+int segment_of(const Linear& l) {
+  if (!l.chunk[0] || !l.chunk[1]) return std::max(l.chunk[0], l.chunk[1]);
+  return std::min(l.chunk[0], l.chunk[1]);
+}
+
 }  // namespace
 
 TileView prepare_tile(const Linear& l, int tile, int rows, TileScratch& scratch) {
   const uint8_t* weights = l.tile(tile);
-  if (l.weight == W_F32 || l.weight == W_BF16 || l.direct()) return {weights, l.weight};
+  if (l.weight == W_F32 || l.weight == W_BF16) return {weights, l.weight};
+  const bool unpacked = l.dequantize && (rows > kMaxRows || segment_of(l) % l.group);
+  if (l.direct() && !unpacked) return {weights, l.weight};
+#if LLMOPT_AVX512
+  if (l.direct()) {
+    uint8_t* out = scratch.weights.reserve(static_cast<size_t>(l.kp) * kLanes * 2);
+    if (l.weight == W_INT4) unpack_direct<true>(l, weights, out);
+    else unpack_direct<false>(l, weights, out);
+    scale_values(l, weights, out);
+    return {out, W_BF16};
+  }
+#endif
   if (l.activation != X_INT8) {
     const size_t bytes = static_cast<size_t>(l.kp) * kLanes * (l.activation == X_BF16 ? 2 : 4);
     unpack_values(l, weights, scratch.weights.reserve(bytes));
+    if (l.dequantize) scale_values(l, weights, scratch.weights.data);
     return {scratch.weights.data, l.activation == X_BF16 ? W_BF16 : W_F32};
   }
   if (l.weight == W_INT4 && rows > kMaxRows) {
@@ -89,11 +144,18 @@ void panel_product(const Linear& l, const TileView& view, int tile, const Activa
   p.zero = l.weight == W_INT4 ? 8 : 128;
   p.groups = l.groups;
   p.c = c;
-  const bool grouped = l.weight == W_INT8 || l.weight == W_INT4;
+  p.segment = view.format == W_F32 || x.format != X_BF16 ? 0 : segment_of(l) / 2;
+  for (int i = 0; i < 2; ++i) p.chunk[i] = l.chunk[i] ? l.chunk[i] / 2 : p.groups * p.units;
+  p.alone = x.alone ? x.alone + base : nullptr;
+  const bool grouped = (l.weight == W_INT8 || l.weight == W_INT4) && !l.dequantize;
   if (x.format == X_INT8) {
     if (view.format == W_INT4) for_rows<Integer<true>::template Body>(r, p);
     else for_rows<Integer<false>::template Body>(r, p);
 #if LLMOPT_AVX512
+  } else if (l.dequantize && view.format == W_INT4) {
+    for_rows<Dequantized<true>::template Body>(r, p);
+  } else if (l.dequantize && view.format == W_INT8) {
+    for_rows<Dequantized<false>::template Body>(r, p);
   } else if (x.format == X_BF16 && view.format == W_INT4) {
     for_rows<Direct<true>::template Body>(r, p);
   } else if (x.format == X_BF16 && view.format == W_INT8) {

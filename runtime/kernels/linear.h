@@ -16,6 +16,10 @@
 //             inside a group, float sums over groups. A group that spans K is one scale a token.
 //   ACT_BF16  y = sum_g s_g (sum_{k in g} (c - z) bf16(x)), float sums
 //   ACT_F32   the same with x itself
+//   ACT_BF16 and `dequantize`   y = sum_k bf16((c - z) s) bf16(x), one float sum in the order of k: the weights that
+//             transformers computes when it decompresses such a layer
+// With bfloat16 weights, stored or dequantized, a row's sum runs over columns in order. `chunk` cuts it as oneDNN does: each
+// chunk of columns is summed from zero and then added to the total, so that with its chunks the sums have its bits.
 #pragma once
 #include "arena.h"
 #include "microkernel.h"
@@ -32,6 +36,8 @@ struct Linear {
   int tiles, kp;     // tiles of 32 rows; columns padded to a multiple of 32
   int group, groups; // columns of a group (kp when one group spans them)
   bool symmetric;
+  int chunk[2] = {0, 0};    // columns of a chunk, for rows that stand with others and for rows alone; 0: one sum
+  bool dequantize = false;  // with bfloat16 activations: weights are rounded to bfloat16 before the product
   bool narrow = false;  // 8-bit codes all lie within -16 … 15 of the constant zero point, 128
   int scale_format;
   size_t scales_at, zeros_at, group_bytes;  // inside a group: offsets behind its codes, and its size
@@ -59,6 +65,7 @@ struct Activations {
   Buffer<float> scales;  // X_INT8: t_g
   Buffer<int32_t> sums;  // X_INT8: sum of q over the group
   Buffer<float> totals;  // otherwise: float sum of the group's values as they enter the products
+  const uint8_t* alone = nullptr;  // per row: whether it is the only one of its matrix, see Linear::chunk; null: all are not
 
   int units() const { return kp * (format == X_F32 ? 4 : format == X_BF16 ? 2 : 1) / 4; }
   int panels() const { return (rows + kMaxRows - 1) / kMaxRows; }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
+from torch import nn
 
 from .native import ACTIVATION_FORMATS, SCALE_FORMATS, WEIGHT_FORMATS, contiguous, library
 
@@ -15,6 +18,8 @@ class NativeLinear:
 
     Float weights take activations of their own type. Integer weights take any: `int8` quantizes each token and group
     symmetrically at run time (scale max|x| / 127, round to nearest even), the others use the activations as they are.
+    dequantize, with integer weights and bfloat16 activations: each weight is rounded to bfloat16 before its product, as
+    transformers does when it decompresses a layer; otherwise scales multiply the sums of their groups.
     """
 
     def __init__(
@@ -26,6 +31,7 @@ class NativeLinear:
         group_size: int,
         symmetric: bool,
         scale_dtype: torch.dtype = torch.float32,
+        dequantize: bool = False,
     ):
         if weight not in WEIGHT_FORMATS or activation not in ACTIVATION_FORMATS:
             raise ValueError(f"unknown weight or activation format: {weight!r}, {activation!r}")
@@ -48,6 +54,7 @@ class NativeLinear:
             group_size,
             int(symmetric),
             SCALE_FORMATS[scale_dtype],
+            int(dequantize),
         )
         if not self.handle:
             raise MemoryError(f"no memory for a linear layer of {out_features} x {in_features} {weight} weights")
@@ -79,6 +86,7 @@ class NativeLinear:
         bits: int,
         bias: torch.Tensor | None = None,
         activation: str = "int8",
+        dequantize: bool = False,
     ) -> NativeLinear:
         """From codes uint8 [out, in] below 2**bits, scales float [out, groups] and zero points uint8 [out, groups], or
         None for the constant 2**(bits-1): weight = (code - zero) * scale. bits: 4 or 8. Columns are split evenly over
@@ -98,8 +106,9 @@ class NativeLinear:
         groups = scales.shape[1]
         kept = _narrowest(scales.detach())
         layer = cls(
-            f"int{bits}", activation, rows, columns, 0 if groups == 1 else columns // groups, zeros is None, kept.dtype
-        )
+            f"int{bits}", activation, rows, columns, 0 if groups == 1 else columns // groups, zeros is None, kept.dtype,
+            dequantize,
+        )  # fmt: skip
         packed = contiguous(codes, torch.uint8), contiguous(kept, kept.dtype)
         shifts = None if zeros is None else contiguous(zeros, torch.uint8)
         library().llmopt_linear_pack_codes(
@@ -119,6 +128,12 @@ class NativeLinear:
                 raise ValueError(f"bias {tuple(bias.shape)} does not fit {self.out_features} outputs")
             values = contiguous(bias, torch.float32)  # has to outlive the call
             library().llmopt_linear_set_bias(self.handle, values.data_ptr())
+
+    def sum_as_torch(self) -> NativeLinear:
+        """Cut the sums over columns as torch's own bfloat16 products do on this machine; returns the layer."""
+        together, alone = torch_chunks(self.in_features)
+        library().llmopt_linear_set_chunks(self.handle, together, alone)
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +156,38 @@ class NativeLinear:
         handle, self.handle = getattr(self, "handle", None), None
         if handle:
             library().llmopt_linear_free(handle)
+
+
+CHUNKS = (0, 256, 384, 512, 768, 1024, 2048, 4096)
+
+
+@lru_cache(maxsize=64)
+def torch_chunks(in_features: int) -> tuple[int, int]:
+    """Columns that torch's bfloat16 matrix product sums in one go, for several rows and for one; 0: all of them.
+
+    Found by trial: over weights whose products cancel, the result is nothing but the rounding of the float32 sums,
+    which differs with their order. Where no candidate gives torch's bits (another instruction set), both are 0.
+    """
+    columns, rows = in_features, 16
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, columns, generator=generator).bfloat16()
+    weight = torch.randn(256, columns, generator=generator).bfloat16()
+    half = columns // 2
+    x[:, columns - half :] = x[:, :half].flip(1)
+    weight[:, columns - half :] = -weight[:, :half].flip(1)
+    layer = NativeLinear.from_weight(weight)
+    found = []
+    for inputs in (x, x[:1]):
+        wanted = nn.functional.linear(inputs, weight)
+        for chunk in CHUNKS:
+            if chunk < columns:
+                library().llmopt_linear_set_chunks(layer.handle, chunk, chunk)
+                if torch.equal(layer(inputs).bfloat16(), wanted):
+                    found.append(chunk)
+                    break
+    if len(found) < 2 or (all(found) and max(found) % min(found)):
+        return 0, 0
+    return found[0], found[1]
 
 
 def _centred(codes: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -11,9 +11,10 @@ using namespace llmopt;
 extern "C" {
 
 // A linear layer of n x k weights (see linear.h for formats). group: columns that share a scale, a multiple of 32 that
-// divides k, or 0 for one scale a row; ignored for float weights. scale_format: how scales are stored. Null without memory.
-Linear* llmopt_linear_create(int weight, int activation, int n, int k, int group, int symmetric,
-                             int scale_format) try {
+// divides k, or 0 for one scale a row; ignored for float weights. scale_format: how scales are stored. dequantize: see
+// linear.h. Null without memory.
+Linear* llmopt_linear_create(int weight, int activation, int n, int k, int group, int symmetric, int scale_format,
+                             int dequantize) try {
   auto l = std::make_unique<Linear>();
   l->weight = weight;
   l->activation = activation;
@@ -26,6 +27,7 @@ Linear* llmopt_linear_create(int weight, int activation, int n, int k, int group
   l->groups = l->kp / l->group;
   l->symmetric = symmetric != 0;
   l->scale_format = scale_format;
+  l->dequantize = integer && activation == X_BF16 && dequantize;
   const size_t bits = weight == W_F32 ? 32 : weight == W_BF16 ? 16 : weight == W_INT8 ? 8 : 4;
   l->scales_at = static_cast<size_t>(l->group) * kLanes * bits / 8;
   l->zeros_at = l->scales_at + (integer ? kLanes * (scale_format == S_F32 ? 4 : 2) : 0);
@@ -96,12 +98,20 @@ void llmopt_linear_set_bias(Linear* l, const float* bias) {
   l->has_bias = true;
 }
 
+// Columns of a chunk (see linear.h) of rows that stand with others and of rows alone, 0: one sum. One must divide the other.
+void llmopt_linear_set_chunks(Linear* l, int together, int alone) {
+  l->chunk[0] = together;
+  l->chunk[1] = alone;
+}
+
 // y float [m][n] = x float [m][k] W^T + b, row strides in elements. Returns 0, or -1 when memory is short.
 int llmopt_linear_forward(const Linear* l, int m, const float* x, int64_t ldx, float* y, int64_t ldy) try {
   std::lock_guard<std::mutex> lock(pool_mutex());
   Pool& threads = pool();
   Activations a;
+  const uint8_t alone = m == 1;
   a.resize(m, *l);
+  a.alone = alone ? &alone : nullptr;
   std::vector<Buffer<float>> rows(threads.threads());
   std::vector<TileScratch> scratch(threads.threads());
   threads.run(m, [&](int begin, int end, int t) {

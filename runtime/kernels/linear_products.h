@@ -19,7 +19,19 @@ struct Product {
   int zero;                   // the constant zero point that the codes are read with
   int groups, units;          // units of one group
   float* c;                   // [r][32]
+  int segment;                // bfloat16 products: units after which a row's sum may be cut, 0: one sum
+  int chunk[2];               // units after which it is, of rows with others and of rows alone, multiples of segment
+  const uint8_t* alone;       // [r], or null
 };
+
+// Moves the sums into c that end where `done` of all units are summed.
+template <int MR>
+inline __attribute__((always_inline)) void end_segment(const Product& p, Accumulator<MR>& acc, int done) {
+  const bool last = done >= p.groups * p.units;
+#pragma GCC unroll 12
+  for (int m = 0; m < MR; ++m)
+    if (last || done % p.chunk[p.alone && p.alone[m]] == 0) acc.flush(m, p.c + m * kLanes);
+}
 
 #if LLMOPT_AVX512
 inline __m512 load_scales(const uint8_t* scales, int format, int lane) {
@@ -49,8 +61,18 @@ struct Plain {
     static void run(const Product& p) {
       Accumulator<MR> acc;
       acc.zero();
-      acc.template run<Op>(p.a, 4 * MR, 4, p.weights, 4 * kLanes, p.groups * p.units);
-      acc.store(p.c, kLanes);
+      const int units = p.groups * p.units;
+      if (!p.segment) {
+        acc.template run<Op>(p.a, 4 * MR, 4, p.weights, 4 * kLanes, units);
+        acc.store(p.c, kLanes);
+        return;
+      }
+      std::memset(p.c, 0, sizeof(float) * MR * kLanes);
+      for (int u = 0; u < units; u += p.segment) {
+        acc.template run<Op>(p.a + static_cast<size_t>(u) * 4 * MR, 4 * MR, 4, p.weights + static_cast<size_t>(u) * 4 * kLanes,
+                             4 * kLanes, std::min(p.segment, units - u));
+        end_segment<MR>(p, acc, std::min(u + p.segment, units));
+      }
     }
   };
 };
@@ -157,6 +179,72 @@ struct Direct {
           for (int m = 0; m < MR; ++m)
             for (int h = 0; h < 2; ++h) acc[0][m][h] = _mm512_add_ps(acc[0][m][h], acc[j][m][h]);
         add_group<MR>(p, g, acc[0]);
+      }
+    }
+  };
+};
+
+// Scales and shifts of the zero points of one group, for 16 lanes each.
+struct GroupGrid {
+  __m512 scale[2], shift[2];
+  bool shifted;
+  GroupGrid(const uint8_t* scales, int format, const uint8_t* zeros, int zero) : shifted(zeros != nullptr) {
+    for (int h = 0; h < 2; ++h) {
+      scale[h] = load_scales(scales, format, 16 * h);
+      shift[h] = _mm512_setzero_ps();
+      if (!zeros) continue;
+      const __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + 16 * h)));
+      shift[h] = _mm512_cvtepi32_ps(_mm512_sub_epi32(z, _mm512_set1_epi32(zero)));
+    }
+  }
+  // A unit of bfloat16 weights, rounded once, of a unit of bfloat16 differences from the constant zero point.
+  __m512i weights(__m512i unit, int half) const {
+    alignas(64) static const uint16_t interleave[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(unit, 16));
+    __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(unit, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    if (shifted) {
+      even = _mm512_sub_ps(even, shift[half]);
+      odd = _mm512_sub_ps(odd, shift[half]);
+    }
+    const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(odd, scale[half]), _mm512_mul_ps(even, scale[half]));
+    return _mm512_permutexvar_epi16(_mm512_load_si512(interleave), words);
+  }
+};
+
+// Codes in the direct order, dequantized to bfloat16 on their way into one sum over all columns.
+template <bool kInt4>
+struct Dequantized {
+  static constexpr int kUnits = kInt4 ? 4 : 2;
+  template <int MR>
+  struct Body {
+    static void run(const Product& p) {
+      const __m512i table = value_table<kInt4>();
+      const uint8_t* a = p.a;
+      Accumulator<MR> acc;
+      acc.zero();
+      std::memset(p.c, 0, sizeof(float) * MR * kLanes);
+      for (int g = 0; g < p.groups; ++g) {
+        const uint8_t* w = p.weights + g * p.weight_step;
+        const GroupGrid grid(p.scales + g * p.step, p.scale_format, p.zeros ? p.zeros + g * p.step : nullptr, p.zero);
+        for (int u = 0; u < p.units; u += kUnits, a += kUnits * 4 * MR, w += 128) {
+          const __m512i r0 = _mm512_loadu_si512(w), r1 = _mm512_loadu_si512(w + 64);
+          _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(w + 2112), _MM_HINT_T0);
+#pragma GCC unroll 4
+          for (int j = 0; j < kUnits; ++j) {
+            const __m512i b0 = grid.weights(unit_of<kInt4>(r0, j, table), 0);
+            const __m512i b1 = grid.weights(unit_of<kInt4>(r1, j, table), 1);
+#pragma GCC unroll 12
+            for (int m = 0; m < MR; ++m) {
+              const __m512i x = broadcast_unit(a + 4 * (j * MR + m));
+              acc.v[m][0] = multiply_add<BF16Op>(acc.v[m][0], b0, x);
+              acc.v[m][1] = multiply_add<BF16Op>(acc.v[m][1], b1, x);
+            }
+          }
+        }
+        const int done = (g + 1) * p.units;
+        if (g + 1 == p.groups || (p.segment && done % p.segment == 0)) end_segment<MR>(p, acc, done);
       }
     }
   };

@@ -54,6 +54,12 @@ struct Accumulator {
       _mm512_storeu_ps(c + m * ldc + 16, v[m][1]);
     }
   }
+  // c[m] += row m, which starts again from zero.
+  inline void flush(int m, float* c) {
+    _mm512_storeu_ps(c, _mm512_add_ps(_mm512_loadu_ps(c), v[m][0]));
+    _mm512_storeu_ps(c + 16, _mm512_add_ps(_mm512_loadu_ps(c + 16), v[m][1]));
+    v[m][0] = v[m][1] = _mm512_setzero_ps();
+  }
   template <class Op>
   inline void run(const uint8_t* a, size_t a_unit, size_t a_row, const uint8_t* b, size_t b_unit, int units) {
     for (int u = 0; u < units; ++u, a += a_unit, b += b_unit) {
@@ -96,6 +102,10 @@ struct Accumulator {
   }
   inline void store(float* c, size_t ldc) const {
     for (int m = 0; m < MR; ++m) std::memcpy(c + m * ldc, v[m], sizeof v[m]);
+  }
+  inline void flush(int m, float* c) {
+    for (int n = 0; n < kLanes; ++n) c[n] += v[m][n];
+    std::memset(v[m], 0, sizeof v[m]);
   }
   template <class Op>
   inline void run(const uint8_t* a, size_t a_unit, size_t a_row, const uint8_t* b, size_t b_unit, int units) {

@@ -28,7 +28,7 @@ class LayerSpec(ctypes.Structure):
     _fields_ = (
         *((name, P) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((name, P) for name in ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")),
-        *((name, P) for name in ("q_norm", "k_norm", "sinks")),
+        *((name, P) for name in ("q_norm", "k_norm", "sinks", "activation_table")),
         *((name, ctypes.c_int32) for name in ("qk_norm_full", "window", "rope", "activation")),
         *((name, F) for name in ("attention_scale", "attention_cap", "residual_scale")),
     )
@@ -39,7 +39,7 @@ class DecoderSpec(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")),
-        *((name, ctypes.c_int32) for name in ("embedding_bf16", "reserved")),
+        *((name, ctypes.c_int32) for name in ("embedding_bf16", "rounding", "torch_attention", "reserved")),
         *((name, P) for name in ("embedding", "final_norm", "head")),
         *((name, F) for name in ("embedding_scale", "norm_eps", "logit_scale", "logit_cap")),
     )
@@ -62,16 +62,17 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llmopt_get_threads": (I, []),
     "llmopt_stop_threads": (None, []),
     "llmopt_isa": (I, []),
-    "llmopt_linear_create": (P, [I, I, I, I, I, I, I]),
+    "llmopt_linear_create": (P, [I, I, I, I, I, I, I, I]),
     "llmopt_linear_free": (None, [P]),
     "llmopt_linear_bytes": (I64, [P]),
     "llmopt_linear_pack_codes": (None, [P, I, I, P, P, P]),
     "llmopt_linear_pack_values": (None, [P, I, I, P, I]),
     "llmopt_linear_set_bias": (None, [P, P]),
+    "llmopt_linear_set_chunks": (None, [P, I, I]),
     "llmopt_linear_forward": (I, [P, I, P, I64, P, I64]),
     "llmopt_write_kv": (I, [I, I, I, I, I, P, P, I, P, P, P]),
     "llmopt_advise_huge": (None, [P, I64]),
-    "llmopt_attention": (I, [I, I, I, I, I, P, P, I, P, P, I, P, P, P, I, F, F, I, P]),
+    "llmopt_attention": (I, [I, I, I, I, I, P, P, I, P, P, I, P, P, P, I, F, F, I, P, I]),
     "llmopt_decoder_create": (P, [P, P]),
     "llmopt_decoder_free": (None, [P]),
     "llmopt_decoder_set_rope": (None, [P, I, P, P, I, I]),

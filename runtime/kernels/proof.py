@@ -83,7 +83,8 @@ def check(decoder: FusedDecoder, expected: torch.Tensor) -> Proof:
     decoder.drop_kv()
     error, kl = compare(expected, got)
     steps = {"float32" if decoder.structure.dtype == torch.float32 else "bfloat16"}
-    if decoder.options.activation == "int8" or "int8" in (decoder.options.weights, decoder.options.lm_head):
+    int8_inputs = any(key.endswith("/int8") for key in decoder.linear_formats)
+    if int8_inputs or "int8" in (decoder.options.weights, decoder.options.lm_head):
         steps.add("int8")
     if decoder.options.weights == "bfloat16":
         steps.add("bfloat16")

@@ -80,6 +80,8 @@ class ModelStructure:
     embedding_scale: float
     final_norm: torch.Tensor
     norm_eps: float
+    norm_roundings: int
+    """How often the norms round to bfloat16 (2: before the weight too) where the model is held in it."""
     head: LinearPart
     head_tied: bool
     hidden: int
@@ -107,7 +109,15 @@ def _children(module: nn.Module, known: set[str], where: str) -> None:
             raise _fail(f"{where} has an unknown parameter {name!r}")
 
 
-def _norm(module: nn.Module | None, where: str, epsilons: set[float]) -> torch.Tensor | None:
+@dataclass
+class _Norms:
+    """What the norms seen so far have in common: their epsilons, and how often they round to bfloat16 on the way."""
+
+    epsilons: set[float] = field(default_factory=set)
+    roundings: set[int] = field(default_factory=set)
+
+
+def _norm(module: nn.Module | None, where: str, norms: _Norms) -> torch.Tensor | None:
     """The weight w with module(x) = x / rms(x) * w."""
     if module is None:
         return None
@@ -115,7 +125,7 @@ def _norm(module: nn.Module | None, where: str, epsilons: set[float]) -> torch.T
     weight = getattr(module, "weight", None)
     if eps is None or weight is None or getattr(module, "bias", None) is not None:
         raise _fail(f"{where} ({type(module).__name__}) is no RMSNorm with a weight")
-    epsilons.add(float(eps))
+    norms.epsilons.add(float(eps))
     probe = torch.linspace(-2, 3, weight.numel()).to(weight.dtype)
     out = module(probe.unsqueeze(0))[0].float()
     normed = probe.float() * torch.rsqrt(probe.float().pow(2).mean() + eps)
@@ -123,8 +133,16 @@ def _norm(module: nn.Module | None, where: str, epsilons: set[float]) -> torch.T
     tolerance = 1e-5 if weight.dtype == torch.float32 else 0.02
     for candidate in (plain, 1.0 + plain):
         if torch.allclose(out, normed * candidate, atol=tolerance, rtol=tolerance):
+            norms.roundings |= _rounding(out, normed, candidate)
             return candidate.clone()
     raise _fail(f"{where} ({type(module).__name__}) does not compute x / rms(x) * w or x / rms(x) * (1 + w)")
+
+
+def _rounding(out: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor) -> set[int]:
+    """How often a norm rounds to bfloat16: 1, after the weight, or 2, before it too; nothing where both look alike."""
+    once = int((out == (normed * weight).bfloat16()).sum())
+    twice = int((out == (normed.bfloat16() * weight).bfloat16()).sum())
+    return set() if once == twice else {1 if once > twice else 2}
 
 
 def _activation(module: Any, where: str) -> str:
@@ -157,7 +175,7 @@ def _window(attention: nn.Module, config: Any, index: int) -> int:
     return int(window) if window else 0
 
 
-def _layer(module: nn.Module, index: int, config: Any, typed_rope: bool, epsilons: set[float]) -> Layer:
+def _layer(module: nn.Module, index: int, config: Any, typed_rope: bool, norms: _Norms) -> Layer:
     where = f"layers.{index}"
     _children(module, _LAYER_CHILDREN, where)
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
@@ -181,8 +199,8 @@ def _layer(module: nn.Module, index: int, config: Any, typed_rope: bool, epsilon
         up = _linear(mlp, "gate_up_proj", f"{where}.mlp", rows, rows)
     else:
         gate, up = _linear(mlp, "gate_proj", f"{where}.mlp"), _linear(mlp, "up_proj", f"{where}.mlp")
-    norms = {
-        name: _norm(getattr(module, name, None), f"{where}.{name}", epsilons)
+    own = {
+        name: _norm(getattr(module, name, None), f"{where}.{name}", norms)
         for name in (
             "input_layernorm",
             "post_attention_layernorm",
@@ -193,18 +211,18 @@ def _layer(module: nn.Module, index: int, config: Any, typed_rope: bool, epsilon
     # With one norm around the MLP, `post_attention_layernorm` stands before it (Llama) unless the layer has no norm at
     # its
     # input, and then it follows the attention (OLMo 2); with a norm before the MLP it follows the attention (Gemma 2).
-    follows = norms["pre_feedforward_layernorm"] is not None or norms["input_layernorm"] is None
+    follows = own["pre_feedforward_layernorm"] is not None or own["input_layernorm"] is None
     sinks = getattr(attention, "sinks", None)
     types = getattr(config, "layer_types", None)
     rope = (types[index] if typed_rope and types else "") if getattr(attention, "use_rope", True) else None
     return Layer(
         q, k, v, _linear(attention, "o_proj", at), gate, up, _linear(mlp, "down_proj", f"{where}.mlp"),
-        input_norm=norms["input_layernorm"],
-        post_attention_norm=norms["post_attention_layernorm"] if follows else None,
-        pre_mlp_norm=norms["pre_feedforward_layernorm"] if follows else norms["post_attention_layernorm"],
-        post_mlp_norm=norms["post_feedforward_layernorm"],
-        q_norm=_norm(getattr(attention, "q_norm", None), f"{at}.q_norm", epsilons),
-        k_norm=_norm(getattr(attention, "k_norm", None), f"{at}.k_norm", epsilons),
+        input_norm=own["input_layernorm"],
+        post_attention_norm=own["post_attention_layernorm"] if follows else None,
+        pre_mlp_norm=own["pre_feedforward_layernorm"] if follows else own["post_attention_layernorm"],
+        post_mlp_norm=own["post_feedforward_layernorm"],
+        q_norm=_norm(getattr(attention, "q_norm", None), f"{at}.q_norm", norms),
+        k_norm=_norm(getattr(attention, "k_norm", None), f"{at}.k_norm", norms),
         sinks=None if sinks is None else sinks.detach().float(),
         window=_window(attention, config, index),
         rope=rope,
@@ -249,9 +267,9 @@ def recognize(model: nn.Module) -> ModelStructure:
         raise _fail(f"{type(model).__name__} has no model.layers and lm_head")
     _children(model, {"model", "lm_head"}, type(model).__name__)
     _children(base, {"embed_tokens", "layers", "norm", "rotary_emb"}, "model")
-    rotary, epsilons = _rotary(base), set()
+    rotary, norms = _rotary(base), _Norms()
     typed = "layer_type" in inspect.signature(rotary.forward).parameters
-    layers = [_layer(module, i, config, typed, epsilons) for i, module in enumerate(base.layers)]
+    layers = [_layer(module, i, config, typed, norms) for i, module in enumerate(base.layers)]
     embedding = base.embed_tokens
     if not isinstance(embedding, nn.Embedding):
         raise _fail(f"its embedding is a {type(embedding).__name__}")
@@ -261,9 +279,9 @@ def recognize(model: nn.Module) -> ModelStructure:
     if not torch.allclose(scaled, plain * factor, rtol=0.01, atol=1e-6):
         raise _fail(f"its embedding ({type(embedding).__name__}) is no table times a factor")
     factor = float(embedding.embed_scale.to(embedding.weight.dtype)) if hasattr(embedding, "embed_scale") else factor
-    final_norm = _norm(base.norm, "norm", epsilons)
-    if len(epsilons) != 1:
-        raise _fail(f"its norms use different epsilons {sorted(epsilons)}")
+    final_norm = _norm(base.norm, "norm", norms)
+    if len(norms.epsilons) != 1:
+        raise _fail(f"its norms use different epsilons {sorted(norms.epsilons)}")
     attention = base.layers[0].self_attn
     head_part = _linear(model, "lm_head", type(model).__name__)
     if embedding.weight.dtype not in (torch.float32, torch.bfloat16):
@@ -273,7 +291,8 @@ def recognize(model: nn.Module) -> ModelStructure:
         embedding=embedding.weight.detach(),
         embedding_scale=factor * float(getattr(base, "embedding_multiplier", 1.0)),
         final_norm=final_norm,
-        norm_eps=epsilons.pop(),
+        norm_eps=norms.epsilons.pop(),
+        norm_roundings=2 if norms.roundings == {2} else 1,
         head=head_part,
         head_tied=getattr(head, "weight", None) is embedding.weight,
         hidden=embedding.embedding_dim,

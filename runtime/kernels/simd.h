@@ -94,20 +94,52 @@ inline __m512 tanh16(__m512 x) {
 inline __mmask16 tail_mask(int count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
 #endif
 
+// Sum of x[i]^2 in the order in which torch sums a row of floats on x86: squares are rounded, four vectors of 8 lanes are
+// summed side by side, in blocks of 16 and blocks of blocks once there are more than 16, then the vectors, then the lanes.
 inline float sum_squares(const float* x, int n) {
 #if LLMOPT_AVX512
-  __m512 a = _mm512_setzero_ps(), b = _mm512_setzero_ps();
+  constexpr int kLevels = 4;
+  const int vectors = n / 8, quads = vectors / 4;
+  int power = 4;
+  while ((1 << (power * kLevels)) < quads) ++power;
+  const int step = 1 << power;
+  __m256 level[kLevels][4];
+  for (auto& row : level)
+    for (auto& v : row) v = _mm256_setzero_ps();
+  const auto square = [&](int vector) {
+    __m256 v = _mm256_loadu_ps(x + 8 * vector);
+    v = _mm256_mul_ps(v, v);
+    asm("" : "+v"(v));  // keeps the product from being contracted into the sum
+    return v;
+  };
   int i = 0;
-  for (; i + 32 <= n; i += 32) {
-    __m512 u = _mm512_loadu_ps(x + i), v = _mm512_loadu_ps(x + i + 16);
-    a = _mm512_fmadd_ps(u, u, a);
-    b = _mm512_fmadd_ps(v, v, b);
+  while (i + step <= quads) {
+    for (int j = 0; j < step; ++j, ++i)
+      for (int k = 0; k < 4; ++k) level[0][k] = _mm256_add_ps(level[0][k], square(4 * i + k));
+    for (int l = 1; l < kLevels; ++l) {
+      for (int k = 0; k < 4; ++k) {
+        level[l][k] = _mm256_add_ps(level[l][k], level[l - 1][k]);
+        level[l - 1][k] = _mm256_setzero_ps();
+      }
+      if (i & ((step - 1) << (l * power))) break;
+    }
   }
-  for (; i < n; i += 16) {
-    __m512 u = _mm512_maskz_loadu_ps(tail_mask(n - i), x + i);
-    a = _mm512_fmadd_ps(u, u, a);
+  for (; i < quads; ++i)
+    for (int k = 0; k < 4; ++k) level[0][k] = _mm256_add_ps(level[0][k], square(4 * i + k));
+  for (int l = 1; l < kLevels; ++l)
+    for (int k = 0; k < 4; ++k) level[0][k] = _mm256_add_ps(level[0][k], level[l][k]);
+  for (int v = 4 * quads; v < vectors; ++v) level[0][0] = _mm256_add_ps(level[0][0], square(v));
+  for (int k = 1; k < 4; ++k) level[0][0] = _mm256_add_ps(level[0][0], level[0][k]);
+  alignas(32) float lanes[8];
+  _mm256_store_ps(lanes, level[0][0]);
+  float sum = 0;
+  for (int k = 8 * vectors; k < n; ++k) {
+    float v = x[k] * x[k];
+    asm("" : "+x"(v));
+    sum += v;
   }
-  return _mm512_reduce_add_ps(_mm512_add_ps(a, b));
+  for (float lane : lanes) sum += lane;
+  return sum;
 #else
   float sum[8] = {0};
   int i = 0;
@@ -131,10 +163,35 @@ inline float abs_max(const float* x, int n) {
 #endif
 }
 
+// What a bfloat16 register would hold of it.
+inline float bf16_round(float value) { return bf16_to_f32(f32_to_bf16(value)); }
+
+inline void round_to_bf16(float* x, int n) {
+#if LLMOPT_AVX512
+  for (int i = 0; i < n; i += 16) {
+    const __mmask16 k = tail_mask(n - i);
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(k, x + i));
+    _mm512_mask_storeu_ps(x + i, k, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)));
+  }
+#else
+  for (int i = 0; i < n; ++i) x[i] = bf16_round(x[i]);
+#endif
+}
+
+// Where a norm rounds to bfloat16: nowhere, after the weight, or before it as well.
+enum NormRounding { NORM_EXACT = 0, NORM_ROUND_ONCE = 1, NORM_ROUND_TWICE = 2 };
+
 // y[i] = x[i] * rsqrt(mean(x^2) + eps) * weight[i] (RMSNorm, Zhang & Sennrich 2019). y may be x.
-inline void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
+inline void rms_norm(const float* x, const float* weight, float eps, int n, float* y, int rounding) {
   const float r = 1.0f / std::sqrt(sum_squares(x, n) / static_cast<float>(n) + eps);
-  for (int i = 0; i < n; ++i) y[i] = x[i] * r * weight[i];
+  if (rounding == NORM_ROUND_TWICE) {
+    for (int i = 0; i < n; ++i) y[i] = x[i] * r;
+    round_to_bf16(y, n);
+    for (int i = 0; i < n; ++i) y[i] *= weight[i];
+  } else {
+    for (int i = 0; i < n; ++i) y[i] = x[i] * r * weight[i];
+  }
+  if (rounding != NORM_EXACT) round_to_bf16(y, n);
 }
 
 enum Activation { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_GELU = 2, ACT_RELU = 3 };
@@ -148,8 +205,14 @@ inline float activate(int kind, float v) {
   }
 }
 
-// out[i] = act(gate[i]) * up[i], n a multiple of 16.
-inline void gated(int kind, const float* gate, const float* up, int n, float* out) {
+// out[i] = act(gate[i]) * up[i], n a multiple of 16. With a table, bfloat16 by the bits of a bfloat16 gate, the activation is
+// read from it and the product is rounded to bfloat16.
+inline void gated(int kind, const uint16_t* table, const float* gate, const float* up, int n, float* out) {
+  if (table) {
+    for (int i = 0; i < n; ++i) out[i] = bf16_to_f32(table[f32_to_bf16(gate[i])]) * up[i];
+    round_to_bf16(out, n);
+    return;
+  }
 #if LLMOPT_AVX512
   if (kind == ACT_SILU || kind == ACT_GELU_TANH) {
     for (int i = 0; i < n; i += 16) {
