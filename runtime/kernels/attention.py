@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-
-import numpy as np
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import nn
 
