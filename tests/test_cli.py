@@ -128,7 +128,7 @@ def test_generate_errors(artifact, tmp_path):
 
 def test_plan(tiny_model, tmp_path):
     shown = llmopt_command("plan", "-r", "int4-flash", "-m", tiny_model).stdout
-    assert "linear layers" in shown and "5 bits" in shown and "peak memory" in shown
+    assert "linear layers" in shown and "W5 g64 sym" in shown and "peak memory" in shown
     data = json.loads(llmopt_command("plan", "-r", "int8", "-m", tiny_model, "--json").stdout)
     assert data["bytes_after"] < data["bytes_before"] and len(data["passes"][0]["modules"]) == 14
     refused = llmopt_command(

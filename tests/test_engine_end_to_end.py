@@ -5,7 +5,9 @@ all, half of the prompts share beginnings. The suite runs this on a tiny random 
 real one is installed, on a few prompts of SmolLM2; marked `slow` are its 64 prompts of 1 to 900 tokens.
 """
 
+import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,10 +140,20 @@ def test_smollm2_few(smollm2):
     )
 
 
+@pytest.fixture
+def gemma() -> Path:
+    """A folder with Gemma-3-270M (sliding-window layers, 262,144 tokens), named by $LLMOPT_TEST_GEMMA."""
+    folder = os.environ.get("LLMOPT_TEST_GEMMA")
+    if not folder:
+        pytest.skip("LLMOPT_TEST_GEMMA names no folder with Gemma-3-270M")
+    return Path(folder)
+
+
 @pytest.mark.slow
-def test_smollm2_64_prompts_of_1_to_900_tokens(smollm2):
-    model, tokenizer = load(smollm2)
-    prompts = make_prompts(random.Random(0), 64, 900, 49152, text_ids(tokenizer))
+@pytest.mark.parametrize(("name", "vocabulary"), [("smollm2", 49152), ("gemma", 262144)])
+def test_64_prompts_of_1_to_900_tokens(request, name, vocabulary):
+    model, tokenizer = load(request.getfixturevalue(name))
+    prompts = make_prompts(random.Random(0), 64, 900, vocabulary, text_ids(tokenizer))
     metrics = compare(
         model,
         tokenizer,
