@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import llmopt
@@ -144,7 +145,9 @@ def slow_recipe(tmp_path, monkeypatch):
 def test_interrupted_run_resumes_bit_for_bit(number, tiny_model, tmp_path, slow_recipe):
     out, cache = tmp_path / "out", tmp_path / "cache"
     arguments = command(tiny_model, out, cache, slow_recipe)
-    process = subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    # A job in the background of a script starts with SIGINT ignored, and so would its children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     for line in process.stderr:
         if '"stage": "slow"' in line and "progress" in line:
             break
