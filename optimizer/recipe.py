@@ -133,7 +133,7 @@ class Recipe(Options):
     max_memory: int | None = Field(
         None,
         ge=0,
-        description="Memory that the run may take, such as 8GB; none: what the machine has. Decides whether the weights "
+        description="Memory that the run may take, such as 8GB; none: what the machine has. Decides whether weights "
         "stay in their files and whether activations go to disk; what does not fit is refused before the long run.",
     )
     calibration: CalibrationOptions = Field(default_factory=CalibrationOptions)  # type: ignore[arg-type]

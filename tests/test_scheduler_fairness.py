@@ -33,9 +33,7 @@ def drive(scheduler, arrivals, until, victim_id=None):
             scheduler.add(request)
             arrived[number], wanted[number] = (step, priority), request
         plan = scheduler.schedule()
-        scheduler.commit(
-            plan, [(1,) if row.end >= wanted[row.request_id].num_tokens else () for row in plan.rows]
-        )
+        scheduler.commit(plan, [(1,) if row.end >= wanted[row.request_id].num_tokens else () for row in plan.rows])
         for row in plan.rows:
             request = wanted[row.request_id]
             if request.num_tokens >= request.max_total_tokens:

@@ -94,9 +94,7 @@ class Engine:
         valid, an id that is in use; `MissingDependency` for a grammar without llguidance; `RunError` once closed.
         """
         params = params or SamplingParams()
-        requests = self._intake.build(
-            prompt_token_ids, params, request_id, priority, deadline, self.clock(), on_output
-        )
+        requests = self._intake.build(prompt_token_ids, params, request_id, priority, deadline, self.clock(), on_output)
         name = requests[0].request_id
         with self._lock:
             if self._closed:

@@ -91,9 +91,7 @@ class FakeRunner:
     def _slots(self, row: Row, positions: np.ndarray) -> np.ndarray:
         table = np.asarray(row.block_table, np.int64)
         if len(table) != -(-row.end // self.block_size):
-            raise RunError(
-                f"request {row.request_id} has {len(table)} blocks for {row.end} tokens", where="FakeRunner"
-            )
+            raise RunError(f"request {row.request_id} has {len(table)} blocks for {row.end} tokens", where="FakeRunner")
         if len(table) and not (table.min() >= 0 and table.max() < self.num_blocks):
             raise RunError(f"request {row.request_id} names a block outside the pool", where="FakeRunner")
         return table[positions // self.block_size] * self.block_size + positions % self.block_size

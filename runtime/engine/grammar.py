@@ -57,9 +57,7 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
 
             try:
-                self._native = from_tokenizer(
-                    self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos or None
-                )
+                self._native = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos or None)
             except ValueError as error:
                 raise UsageError(f"structured output is not possible: {error}", where="tokenizer") from None
         return self._native

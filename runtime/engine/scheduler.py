@@ -204,9 +204,7 @@ class Scheduler:
                 request.drafts = ()
                 table.trim(len(request.token_ids))
             if row.num_logits and request.params.prompt_logprobs is not None:
-                request.num_prompt_logprobs = max(
-                    request.num_prompt_logprobs, min(end, request.num_prompt_tokens - 1)
-                )
+                request.num_prompt_logprobs = max(request.num_prompt_logprobs, min(end, request.num_prompt_tokens - 1))
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End a request and free its blocks: the only way out. False if it has ended before."""

@@ -203,9 +203,10 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
       const int seen = std::min(blocks, (high[r - 1] + bs - 1) / bs);
       if (seen <= 0 || low[0] >= seen * bs) continue;
       Span span{&a, key_blocks, value_blocks, seen, seen * bs, q + static_cast<size_t>(row0) * units * 4, low, high,
-                s, o + static_cast<size_t>(row0) * dp, maximum + row0, sum + row0, p, std::min(span_keys, batch.lengths[task.sequence] - start), order, panel == 0};
+                s, o + static_cast<size_t>(row0) * dp, maximum + row0, sum + row0, p,
+                std::min(span_keys, batch.lengths[task.sequence] - start), order, panel == 0};
 #if LLMOPT_AVX512
-      if (a.as_torch && shape.format == KV_BF16) {
+      if (a.as_torch) {
         for_rows<TorchPanel::Body>(r, span);
         continue;
       }
@@ -246,7 +247,9 @@ void merge(const AttentionArgs& a, const AttentionScratch::Task& task, float* pa
 
 }  // namespace
 
-void attention(Pool& pool, const Batch& batch, const AttentionArgs& a, AttentionScratch& scratch) {
+void attention(Pool& pool, const Batch& batch, const AttentionArgs& given, AttentionScratch& scratch) {
+  AttentionArgs a = given;
+  a.as_torch = given.as_torch && kTorchKernels && given.shape.format == KV_BF16;
   const int group = a.heads / a.shape.kv_heads, bs = a.shape.block_size;
   int tile = std::max(1, kTileRows / group);
   if (a.as_torch)  // no tile may reach into two of torch's

@@ -33,7 +33,8 @@ int llmopt_write_kv(int format, int num_blocks, int block_size, int kv_heads, in
 }
 
 // q, out: float [tokens][heads][head_dim], contiguous. starts [sequences + 1], lengths [sequences], tables
-// [sequences][table_stride] as in attention.h; sinks [heads] or null; as_torch as in attention.h. Returns 0, or -1 when memory is short.
+// [sequences][table_stride] as in attention.h; sinks [heads] or null; as_torch as in attention.h. Returns 0,
+// or -1 when memory is short.
 int llmopt_attention(int format, int num_blocks, int block_size, int kv_heads, int head_dim, const void* keys,
                      const void* values, int heads, const float* q, float* out, int sequences, const int32_t* starts,
                      const int32_t* lengths, const int32_t* tables, int table_stride, float scale, float cap, int window,

@@ -18,6 +18,11 @@
 namespace llmopt {
 namespace {
 
+#if LLMOPT_AVX512
+constexpr bool kTorchKernels = true;
+#else
+constexpr bool kTorchKernels = false;
+#endif
 constexpr int kTorchSpan = 512;
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 

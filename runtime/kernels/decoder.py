@@ -60,7 +60,6 @@ class DecoderOptions:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
 
-
     @property
     def as_stored(self) -> bool:
         """Whether every product has the model's own weights and activations."""
