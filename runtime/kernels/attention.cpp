@@ -37,15 +37,10 @@ inline void prefetch(const uint8_t*, size_t) {}
 float softmax_row(const Span& span, int m, float* s, uint8_t* p) {
   const int n = span.keys, low = std::max(0, span.low[m]), high = std::min(n, span.high[m]);
   const bool half = span.args->shape.format == KV_BF16;
-  if (const float scale = score_scale(*span.args); scale != 1.0f)
-    for (int i = 0; i < n; ++i) s[i] *= scale;
-  if (low >= high) {
+  if (!finish_scores(span, low, high, s)) {
     std::memset(p, 0, static_cast<size_t>(n) * (half ? 2 : 4));
     return 1.0f;
   }
-  if (span.args->cap > 0) soft_cap(s + low, high - low, span.args->cap);
-  for (int i = 0; i < low; ++i) s[i] = kNegInf;
-  for (int i = high; i < n; ++i) s[i] = kNegInf;
   float peak = span.maximum[m], total = 0;
 #if LLMOPT_AVX512
   __m512 best = _mm512_set1_ps(peak);

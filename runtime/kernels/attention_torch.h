@@ -64,6 +64,18 @@ struct Span {
   bool cold;                           // the blocks are read for the first time: worth a prefetch
 };
 
+// Scales, caps and masks one row of scores, of which the keys [low, high) are seen; false where none is.
+inline bool finish_scores(const Span& span, int low, int high, float* s) {
+  if (low >= high) return false;
+  const float scale = score_scale(*span.args);
+  if (scale != 1.0f)
+    for (int i = low; i < high; ++i) s[i] *= scale;
+  if (span.args->cap > 0) soft_cap(s + low, high - low, span.args->cap);
+  std::fill(s, s + low, kNegInf);
+  std::fill(s + high, s + span.keys, kNegInf);
+  return true;
+}
+
 #if LLMOPT_AVX512
 
 // The method of Malossi et al. 2015 ("Fast Exponential Computation on SIMD Architectures"): a polynomial corrects the linear
@@ -88,15 +100,10 @@ inline __m512 odd_values(__m512i pairs) {
 // As softmax_row; p is float, rounded to bfloat16.
 inline float torch_softmax_row(const Span& span, int m, float* s, float* p) {
   const int n = span.keys, low = std::max(0, span.low[m]), high = std::min(n, span.high[m]);
-  if (low >= high) {
+  if (!finish_scores(span, low, high, s)) {
     std::memset(p, 0, sizeof(float) * n);
     return 1.0f;
   }
-  if (const float scale = score_scale(*span.args); scale != 1.0f)
-    for (int i = 0; i < n; ++i) s[i] *= scale;
-  if (span.args->cap > 0) soft_cap(s + low, high - low, span.args->cap);
-  for (int i = 0; i < low; ++i) s[i] = kNegInf;
-  for (int i = high; i < n; ++i) s[i] = kNegInf;
   __m512 best = _mm512_set1_ps(span.maximum[m]);
   for (int i = 0; i < n; i += 16) best = _mm512_max_ps(best, _mm512_loadu_ps(s + i));
   const float peak = _mm512_reduce_max_ps(best);
