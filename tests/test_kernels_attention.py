@@ -34,7 +34,19 @@ def reference(q, k, v, length, scale, window, softcap, sinks):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v)
 
 
-def run(rows, dtype, heads=6, kv_heads=2, head_dim=48, block_size=32, window=0, softcap=0.0, sinks=None, seed=0):
+def run(
+    rows,
+    dtype,
+    heads=6,
+    kv_heads=2,
+    head_dim=48,
+    block_size=32,
+    window=0,
+    softcap=0.0,
+    sinks=None,
+    seed=0,
+    as_torch=False,
+):
     """rows: (query tokens, length) a sequence. Returns (native, reference), both [tokens, heads, head_dim]."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-length // block_size) for _, length in rows]
@@ -54,7 +66,7 @@ def run(rows, dtype, heads=6, kv_heads=2, head_dim=48, block_size=32, window=0, 
     starts = torch.tensor([0, *(count for count, _ in rows)]).cumsum(0)
     lengths = torch.tensor([length for _, length in rows])
     out = paged_attention(torch.cat(queries), k_cache, v_cache, starts, lengths, tables, scale=scale, window=window,
-                          softcap=softcap, sinks=sinks)  # fmt: skip
+                          softcap=softcap, sinks=sinks, as_torch=as_torch)  # fmt: skip
     return out.double(), torch.cat(expected)
 
 
@@ -70,6 +82,17 @@ def test_mixed_batch(options):
     out, expected = run(MIXED, torch.float32, **options)
     assert (out - expected).abs().max() < 1e-5
     out, expected = run(MIXED, torch.bfloat16, **options)
+    assert (out - expected).abs().max() < 0.03
+    assert (out - expected).abs().mean() < 0.002
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"window": 24}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, -3.0, 4.0, 9.0, 0.0, 1.0])},
+    {"head_dim": 128, "heads": 8, "kv_heads": 1}, {"head_dim": 64, "heads": 9, "kv_heads": 3, "block_size": 64},
+])  # fmt: skip
+def test_in_the_order_of_torch(options):
+    """The arithmetic of torch's attention, whatever else is asked of it: tiles, a row alone, few keys, many spans."""
+    out, expected = run([*MIXED, (1, 1300), (33, 600), (200, 200)], torch.bfloat16, as_torch=True, **options)
     assert (out - expected).abs().max() < 0.03
     assert (out - expected).abs().mean() < 0.002
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from llmopt.runtime.kernels import build
-from llmopt.runtime.kernels.linear import NativeLinear, quantize_rows
+from llmopt.runtime.kernels.linear import NativeLinear, quantize_rows, torch_chunks
 from llmopt.runtime.kernels.native import set_num_threads, stop_threads
+from llmopt.runtime.kernels.packed import dequantize_codes
 
 
 @pytest.fixture(params=["native", "portable"], autouse=True)
@@ -169,3 +170,21 @@ def test_threads_do_not_change_results(threads):
     stop_threads()
     assert torch.equal(layer(inputs[2]), alone[2])
     set_num_threads(1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "columns", "group"), [(4, 1536, 64), (4, 576, 96), (8, 576, 64), (8, 640, 640)])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_dequantized_weights_are_rounded_once(bits, columns, group, symmetric, rows):
+    """As transformers decompresses a layer; on a machine whose order of sums is known, with the bits of its product."""
+    codes, scales, zeros = random_codes(70, columns, group, bits, symmetric)
+    scales = scales.bfloat16()
+    layer = NativeLinear.from_codes(
+        codes, scales, zeros, bits=bits, activation="bfloat16", dequantize=True
+    ).sum_as_torch()
+    weight = dequantize_codes(codes, scales, zeros, bits)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(4)).bfloat16()
+    exact = x.double() @ weight.double().t()
+    assert (layer(x) - exact).abs().max() < 2e-6 * columns * weight.abs().max()
+    if build.requested_isa() != "portable" and torch_chunks(columns) != (0, 0):
+        assert torch.equal(layer(x).bfloat16(), torch.nn.functional.linear(x, weight))
