@@ -16,12 +16,13 @@ Their state dict is the module's part of compressed-tensors' `mxfp4-pack-quantiz
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from .packed import QuantScheme, QuantState
+from .packed import QuantScheme, QuantState, WeightHolder, fixed, unset
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; bit 3 is the sign."""
@@ -80,7 +81,7 @@ def e8m0_values(exponents: torch.Tensor) -> torch.Tensor:
     return torch.where(exponents == 255, torch.nan, powers)
 
 
-class Float4Linear(nn.Module):
+class Float4Linear(WeightHolder):
     """What the two layers share. Make one with `from_linear`, or with `empty` to load a state dict into."""
 
     kind: str
@@ -88,13 +89,11 @@ class Float4Linear(nn.Module):
     weight_packed: nn.Parameter
     weight_scale: nn.Parameter
     weight_global_scale: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
-        super().__init__()
         if not isinstance(scheme, Float4Scheme) or scheme.kind != self.kind:
             raise ValueError(f"{type(self).__name__} holds no weight of the scheme {scheme}")
-        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        super().__init__(in_features, out_features, scheme)
 
     @classmethod
     def empty(
@@ -108,10 +107,7 @@ class Float4Linear(nn.Module):
     ) -> Layer:
         """A layer with uninitialized tensors; `dtype` is the bias's. Raises ValueError on an indivisible group size."""
         layer = cls(in_features, out_features, scheme)
-
-        def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        parameter = partial(unset, device)
         groups = layer.scheme.num_groups(in_features)
         layer.weight_packed = parameter(out_features, in_features // 2, dtype=torch.uint8)
         layer.weight_scale = parameter(out_features, groups, dtype=SCALE_DTYPES[cls.kind])
@@ -141,25 +137,16 @@ class Float4Linear(nn.Module):
             )
         if scales.dtype != SCALE_DTYPES[cls.kind] or (global_scale is None) != (cls.kind == "mxfp4"):
             raise ValueError(f"{cls.kind} has scales of {SCALE_DTYPES[cls.kind]}, and a global one if it is nvfp4")
-
-        def parameter(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(tensor.contiguous(), requires_grad=False)
-
-        layer.weight_packed, layer.weight_scale = parameter(pack_nibbles(codes)), parameter(scales)
+        layer.weight_packed, layer.weight_scale = fixed(pack_nibbles(codes)), fixed(scales)
         if global_scale is not None:
-            layer.weight_global_scale = parameter(global_scale.float().view(1))
-        layer.bias = None if linear.bias is None else parameter(linear.bias.detach())
+            layer.weight_global_scale = fixed(global_scale.float().view(1))
+        layer.keep_bias(linear)
         return layer
 
     @property
     def weight(self) -> torch.Tensor:
         """The dequantized weight, float32 [N, K], computed anew at each access."""
         return self.dequantize()
-
-    @property
-    def packed_nbytes(self) -> int:
-        """Bytes held for the weight, without the bias."""
-        return sum(p.nbytes for name, p in self.named_parameters(recurse=False) if name != "bias")
 
     def group_scales(self) -> torch.Tensor:
         """What each group's elements are multiplied by, float32 [N, G]."""
@@ -173,11 +160,8 @@ class Float4Linear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(input, self.dequantize().to(input.dtype), self.bias)
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{self.kind}, group_size={self.scheme.group_size}"
-        )
+    def describe(self) -> str:
+        return f"{self.kind}, group_size={self.scheme.group_size}"
 
 
 class MXFP4Linear(Float4Linear):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -94,20 +95,54 @@ def dequantize_codes(
     return values.view(rows, columns)
 
 
-class PackedLinear(nn.Module):
+def fixed(tensor: torch.Tensor) -> nn.Parameter:
+    """`tensor`, contiguous, as a parameter that is not trained."""
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+def unset(device: torch.device | str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialized parameter that is not trained."""
+    return fixed(torch.empty(shape, dtype=dtype, device=device))
+
+
+class WeightHolder(nn.Module):
+    """What linear layers share that hold their weight in a form of their own, whatever the form."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+
+    def keep_bias(self, linear: nn.Linear) -> None:
+        """Take over the bias of the layer that this one stands for."""
+        self.bias = None if linear.bias is None else fixed(linear.bias.detach())
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes held for the weight, without the bias."""
+        return sum(p.nbytes for name, p in self.named_parameters(recurse=False) if name != "bias")
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{self.describe()}"
+        )
+
+    def describe(self) -> str:
+        """The scheme, for `print(model)`."""
+        raise NotImplementedError
+
+
+class PackedLinear(WeightHolder):
     """`y = x W^T + b` with W kept packed. Make one with `from_linear`, or with `empty` to load a state dict into."""
 
     weight_packed: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero_point: nn.Parameter
     weight_g_idx: nn.Parameter
-    bias: nn.Parameter | None
     kernel: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What computes the layer in the place of the plain arithmetic, see `linear_dispatch.install`."""
-
-    def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
 
     @classmethod
     def empty(
@@ -122,10 +157,7 @@ class PackedLinear(nn.Module):
         """A layer with uninitialized tensors of the right shapes. Raises ValueError on an indivisible group size."""
         layer = cls(in_features, out_features, scheme)
         groups, bits = scheme.num_groups(in_features), scheme.bits
-
-        def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        parameter = partial(unset, device)
         layer.weight_packed = parameter(out_features, packed_words(in_features, bits), dtype=torch.int32)
         layer.weight_scale = parameter(out_features, groups, dtype=dtype)
         if not scheme.symmetric:
@@ -159,27 +191,18 @@ class PackedLinear(nn.Module):
         if scheme.symmetric != (zeros is None):
             raise ValueError("zero points are for asymmetric schemes, and only for those")
         layer = cls(columns, rows, scheme)
-
-        def parameter(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(tensor.contiguous(), requires_grad=False)
-
-        layer.weight_packed = parameter(pack_rows(codes, scheme.bits))
-        layer.weight_scale = parameter(scales)
+        layer.weight_packed = fixed(pack_rows(codes, scheme.bits))
+        layer.weight_scale = fixed(scales)
         if zeros is not None:
-            layer.weight_zero_point = parameter(pack_rows(zeros.t().contiguous(), scheme.bits).t())
-        layer.weight_shape = parameter(torch.tensor([rows, columns], dtype=torch.int64, device=codes.device))
-        layer.bias = None if linear.bias is None else parameter(linear.bias.detach())
+            layer.weight_zero_point = fixed(pack_rows(zeros.t().contiguous(), scheme.bits).t())
+        layer.weight_shape = fixed(torch.tensor([rows, columns], dtype=torch.int64, device=codes.device))
+        layer.keep_bias(linear)
         return layer
 
     @property
     def weight(self) -> torch.Tensor:
         """The dequantized weight [N, K], computed anew at each access."""
         return self.dequantize()
-
-    @property
-    def packed_nbytes(self) -> int:
-        """Bytes held for the weight, without the bias."""
-        return sum(p.nbytes for name, p in self.named_parameters(recurse=False) if name != "bias")
 
     def quant_state(self) -> QuantState:
         """Codes, scales and zero points, unpacked, for kernels that lay them out anew."""
@@ -205,11 +228,7 @@ class PackedLinear(nn.Module):
             return self.kernel(input)
         return nn.functional.linear(input, self.dequantize(), self.bias)
 
-    def extra_repr(self) -> str:
+    def describe(self) -> str:
         scheme = self.scheme
         group = "channel" if scheme.group_size == -1 else scheme.group_size
-        kind = "symmetric" if scheme.symmetric else "asymmetric"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={scheme.bits}, group_size={group}, {kind}"
-        )
+        return f"bits={scheme.bits}, group_size={group}, {'symmetric' if scheme.symmetric else 'asymmetric'}"

@@ -15,12 +15,13 @@ and computes in the model's dtype. Products are summed exactly (int8) or in floa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from .packed import QuantScheme, QuantState
+from .packed import QuantScheme, QuantState, WeightHolder, fixed, unset
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
@@ -102,7 +103,7 @@ def quantize_tokens(
     return codes.clamp_(-largest - (dtype == torch.int8), largest).to(dtype).view(x.shape), scales
 
 
-class ScaledLinear(nn.Module):
+class ScaledLinear(WeightHolder):
     """What the two layers share. Make one with `from_linear`, or with `empty` to load a state dict into."""
 
     activation: str
@@ -111,13 +112,11 @@ class ScaledLinear(nn.Module):
     weight: nn.Parameter
     weight_scale: nn.Parameter
     input_scale: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
-        super().__init__()
         if not isinstance(scheme, ScaledScheme) or scheme.kind != self.activation:
             raise ValueError(f"{type(self).__name__} holds no weight of the scheme {scheme}")
-        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        super().__init__(in_features, out_features, scheme)
 
     @classmethod
     def empty(
@@ -132,10 +131,7 @@ class ScaledLinear(nn.Module):
         """A layer with uninitialized tensors of the right shapes. Raises ValueError on an indivisible block size."""
         layer = cls(in_features, out_features, scheme)
         own = layer.scheme
-
-        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        parameter = partial(unset, device, dtype=dtype)
         layer.weight = parameter(out_features, in_features, dtype=KINDS[own.kind])
         layer.weight_scale = parameter(*own.scale_shape(out_features, in_features))
         if own.static_input:
@@ -167,18 +163,9 @@ class ScaledLinear(nn.Module):
             )
         if dtype == torch.uint8:
             codes = (codes ^ 128).view(torch.int8)
-
-        def parameter(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(tensor.contiguous(), requires_grad=False)
-
-        layer.weight, layer.weight_scale = parameter(codes), parameter(scales)
-        layer.bias = None if linear.bias is None else parameter(linear.bias.detach())
+        layer.weight, layer.weight_scale = fixed(codes), fixed(scales)
+        layer.keep_bias(linear)
         return layer
-
-    @property
-    def packed_nbytes(self) -> int:
-        """Bytes held for the weight, without the bias."""
-        return sum(p.nbytes for name, p in self.named_parameters(recurse=False) if name != "bias")
 
     def dequantize(self) -> torch.Tensor:
         """The weight's values, float32 [N, K]."""
@@ -200,14 +187,11 @@ class ScaledLinear(nn.Module):
         """`(codes scales) W^T` [M, N], in float32 or, where a kernel has rounded it already, in `dtype`."""
         raise NotImplementedError
 
-    def extra_repr(self) -> str:
+    def describe(self) -> str:
         scales = "tensor" if self.scheme.per_tensor else "channel"
         if self.scheme.group_size != -1:
             scales = f"block of {self.scheme.group_size} x {self.scheme.group_size}"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{self.activation}, a scale per {scales}"
-        )
+        return f"{self.activation}, a scale per {scales}"
 
 
 class Int8Linear(ScaledLinear):
