@@ -76,6 +76,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-llama")
 
 
+@pytest.fixture(scope="session")
+def packed_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_model` rounded to 4 bits, exported as a pack-quantized folder without a manifest."""
+    from llmopt.exporters.huggingface import HuggingFaceExporter
+    from llmopt.optimizer.base import Context
+    from llmopt.optimizer.calibration import Calibration
+    from llmopt.optimizer.source_model import load_source
+    from llmopt.optimizer.sources import describe, resolve
+    from llmopt.passes.quantize import Quantize
+
+    source = resolve(tiny_model)
+    info, model = describe(source), load_source(source)
+    folder = tmp_path_factory.mktemp("packed")
+    context = Context(info, Calibration(model.tokenizer, "default", 4, 64), 0, folder)
+    Quantize(bits=4, group_size=32, method="rtn").run(model, context)
+    HuggingFaceExporter().export(model, folder, context)
+    return folder
+
+
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., Path]:
     """Builds a tiny model of its own for one test."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from llmopt.optimizer.base import Context, PassReport
 from llmopt.optimizer.errors import UsageError
-from llmopt.optimizer.model import LoadedModel, ModelInfo, SourceIdentity, TensorInfo
 from llmopt.passes.quantize import Quantize
 from llmopt.passes.quantize.awq import activation_scales, output_error, search_exponent, search_scales
 from llmopt.passes.quantize.folding import Fold, Folds, apply_fold, find_folds, shared_modules
 from llmopt.runtime.decoder_blocks import capture, find_blocks
 from llmopt.runtime.kernels.packed import QuantScheme
+from llmopt.tests.runs import Tokens, quantize
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -239,25 +237,6 @@ def test_scales_of_shared_values_are_those_of_all_heads_that_read_them() -> None
     assert torch.equal(fold.columns(torch.arange(32))[:40], torch.tensor([*range(16), *range(16), *range(16, 24)]))
     pooled = fold.pool(torch.arange(64.0))
     assert float(pooled[0]) == (0 + 16) / 2 and float(pooled[16]) == (32 + 48) / 2
-
-
-class Tokens:
-    """Calibration of random tokens."""
-
-    def __init__(self) -> None:
-        self._ids = torch.randint(3, 96, (4, 1, 32), generator=torch.Generator().manual_seed(8))
-
-    def batches(self) -> list[torch.Tensor]:
-        return list(self._ids)
-
-    num_tokens = 128
-
-
-def quantize(model: PreTrainedModel, **options: object) -> PassReport:
-    tensors = {n: TensorInfo(tuple(t.shape), "F32", t.nbytes, "model") for n, t in model.state_dict().items()}
-    source = SourceIdentity("tiny", "folder", Path("."), "0" * 64)
-    context = Context(ModelInfo(source, model.config, tensors), Tokens(), 0, Path("."))
-    return Quantize(**options).run(LoadedModel(model, None, source), context)
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:

@@ -7,35 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.evaluation.memory import weight_bytes
-from llmopt.optimizer.base import Context
-from llmopt.optimizer.calibration import Calibration
 from llmopt.optimizer.errors import RunError
-from llmopt.optimizer.source_model import load_source
-from llmopt.optimizer.sources import describe, resolve
 from llmopt.runtime.open import open_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 
-@pytest.fixture(scope="module")
-def packed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from llmopt.exporters.huggingface import HuggingFaceExporter
-    from llmopt.passes.quantize import Quantize
-
-    source = resolve(tiny_model)
-    info, model = describe(source), load_source(source)
-    folder = tmp_path_factory.mktemp("packed")
-    context = Context(info, Calibration(model.tokenizer, "default", 4, 64), 0, folder)
-    Quantize(bits=4, group_size=32, method="rtn").run(model, context)
-    HuggingFaceExporter().export(model, folder, context)
-    return folder
-
-
-def test_packed_logits_equal_transformers(packed: Path):
-    opened = open_model(packed)
+def test_packed_logits_equal_transformers(packed_model: Path):
+    opened = open_model(packed_model)
     kinds = {type(module).__name__ for module in opened.module.modules()}
     assert "PackedLinear" in kinds
-    theirs = AutoModelForCausalLM.from_pretrained(packed).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(packed_model).eval()
     ids = torch.arange(60)[None]
     with torch.inference_mode():
         assert torch.equal(opened.module(ids).logits, theirs(ids).logits)
@@ -45,17 +27,17 @@ def test_packed_logits_equal_transformers(packed: Path):
         assert torch.equal(buffer, buffers[name])
 
 
-def test_nothing_is_left_on_the_meta_device_and_nothing_is_held_twice(packed: Path):
-    module = open_model(packed).module
+def test_nothing_is_left_on_the_meta_device_and_nothing_is_held_twice(packed_model: Path):
+    module = open_model(packed_model).module
     assert module.lm_head.weight is module.model.embed_tokens.weight
     assert not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
-    stored = sum(t.nbytes for t in load_file(packed / "model.safetensors").values())
+    stored = sum(t.nbytes for t in load_file(packed_model / "model.safetensors").values())
     computed = sum(b.nbytes for b in module.buffers())
     assert weight_bytes(module) <= stored + computed + 4096
 
 
-def test_another_dtype_is_honoured(packed: Path):
-    wide, own = open_model(packed, dtype="float32").module, open_model(packed).module
+def test_another_dtype_is_honoured(packed_model: Path):
+    wide, own = open_model(packed_model, dtype="float32").module, open_model(packed_model).module
     assert wide.dtype == torch.float32
     assert {p.dtype for p in wide.parameters() if p.is_floating_point()} == {torch.float32}
     ids = torch.arange(60)[None]
@@ -65,10 +47,10 @@ def test_another_dtype_is_honoured(packed: Path):
     assert 0 < (a - b).abs().max() < 0.05 * b.float().std() + 0.05
 
 
-def test_missing_and_unexpected_tensors_are_named(packed: Path, tmp_path: Path):
-    for file in packed.iterdir():
+def test_missing_and_unexpected_tensors_are_named(packed_model: Path, tmp_path: Path):
+    for file in packed_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(packed / "model.safetensors")
+    tensors = load_file(packed_model / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight_scale"
     scale = tensors.pop(name)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

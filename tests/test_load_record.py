@@ -143,27 +143,9 @@ def with_tokenizer(model: Any, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    from llmopt.exporters.huggingface import HuggingFaceExporter
-    from llmopt.optimizer.base import Context
-    from llmopt.optimizer.calibration import Calibration
-    from llmopt.optimizer.source_model import load_source
-    from llmopt.optimizer.sources import describe, resolve
-    from llmopt.passes.quantize import Quantize
-
-    source = resolve(tiny_model)
-    info, model = describe(source), load_source(source)
-    folder = tmp_path_factory.mktemp("packed")
-    context = Context(info, Calibration(model.tokenizer, "default", 4, 64), 0, folder)
-    Quantize(bits=4, group_size=32, method="rtn").run(model, context)
-    HuggingFaceExporter().export(model, folder, context)
-    return folder
-
-
-def test_packed_weights(packed: Path) -> None:
-    twice(packed)
-    with load(packed, **OPTIONS) as llm:
+def test_packed_weights(packed_model: Path) -> None:
+    twice(packed_model)
+    with load(packed_model, **OPTIONS) as llm:
         assert by_record(llm)
         assert any(name.startswith("int4") for name in llm.runner.decoder.linear_formats)  # type: ignore[union-attr]
 

@@ -11,19 +11,7 @@ import llmopt
 import pytest
 from llmopt.optimizer.errors import GateError, LlmoptError, RunError, UsageError
 from llmopt.optimizer.manifest import hash_files
-
-EVALUATE = {"windows": 2, "window_length": 64, "speed": False, "new_tokens": 8, "prompts": ["The capital", "Once"]}
-CALIBRATION = {"num_samples": 4, "sequence_length": 64}
-QUANTIZE = {"quantize": {"method": "gptq", "bits": 4, "group_size": 32, "symmetric": False}}
-
-
-def run(model, passes, out, **more):
-    settings = {"evaluate": EVALUATE, "calibration": CALIBRATION, **more}
-    return llmopt.optimize(model, passes=passes, out=out, **settings)
-
-
-def leftovers(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+from llmopt.tests.runs import CALIBRATION, EVALUATE, QUANTIZE, leftovers, run
 
 
 class Collect:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from llmopt.optimizer.base import Context, PassReport
 from llmopt.optimizer.errors import UsageError
-from llmopt.optimizer.model import LoadedModel, ModelInfo, SourceIdentity, TensorInfo
 from llmopt.passes.quantize import Quantize
 from llmopt.passes.quantize.samples import InputSample, sampling
 from llmopt.passes.quantize.smoothquant import search_strength, smoothed_error, smoothing_scales
 from llmopt.runtime.kernels.scaled import Int8Linear, ScaledScheme
+from llmopt.tests.runs import Tokens, quantize
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -107,18 +104,6 @@ def test_sampling_watches_only_while_it_lasts() -> None:
     assert samples["layer"].count == 3 and float(samples["layer"].largest.max()) == 1.0
 
 
-class Tokens:
-    """Calibration of random tokens."""
-
-    def __init__(self) -> None:
-        self._ids = torch.randint(3, 96, (4, 1, 32), generator=torch.Generator().manual_seed(8))
-
-    def batches(self) -> list[torch.Tensor]:
-        return list(self._ids)
-
-    num_tokens = 128
-
-
 def make(kind: str) -> PreTrainedModel:
     """A random model with three outlier channels behind its norms, as large as those of trained models."""
     config = AutoConfig.for_model(
@@ -134,13 +119,6 @@ def make(kind: str) -> PreTrainedModel:
         elif parameter.dim() == 2 and parameter.shape[1] == 64 and "embed" not in name:
             parameter.data[:, 5::20] *= 0.1
     return model
-
-
-def quantize(model: PreTrainedModel, **options: object) -> PassReport:
-    tensors = {n: TensorInfo(tuple(t.shape), "F32", t.nbytes, "model") for n, t in model.state_dict().items()}
-    source = SourceIdentity("tiny", "folder", Path("."), "0" * 64)
-    context = Context(ModelInfo(source, model.config, tensors), Tokens(), 0, Path("."))
-    return Quantize(**options).run(LoadedModel(model, None, source), context)
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
