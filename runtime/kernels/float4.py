@@ -15,14 +15,14 @@ Their state dict is the module's part of compressed-tensors' `mxfp4-pack-quantiz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from .packed import QuantScheme, QuantState, WeightHolder, fixed, unset
+from .packed import QuantScheme, QuantState, WeightHolder, fixed
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; bit 3 is the sign."""
@@ -95,26 +95,12 @@ class Float4Linear(WeightHolder):
             raise ValueError(f"{type(self).__name__} holds no weight of the scheme {scheme}")
         super().__init__(in_features, out_features, scheme)
 
-    @classmethod
-    def empty(
-        cls: type[Layer],
-        in_features: int,
-        out_features: int,
-        scheme: QuantScheme,
-        bias: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "meta",
-    ) -> Layer:
-        """A layer with uninitialized tensors; `dtype` is the bias's. Raises ValueError on an indivisible group size."""
-        layer = cls(in_features, out_features, scheme)
-        parameter = partial(unset, device)
-        groups = layer.scheme.num_groups(in_features)
-        layer.weight_packed = parameter(out_features, in_features // 2, dtype=torch.uint8)
-        layer.weight_scale = parameter(out_features, groups, dtype=SCALE_DTYPES[cls.kind])
-        if cls.kind == "nvfp4":
-            layer.weight_global_scale = parameter(1, dtype=torch.float32)
-        layer.bias = parameter(out_features, dtype=dtype) if bias else None
-        return layer
+    def allocate(self, new: Callable[..., nn.Parameter], dtype: torch.dtype) -> None:
+        groups = self.scheme.num_groups(self.in_features)
+        self.weight_packed = new(self.out_features, self.in_features // 2, dtype=torch.uint8)
+        self.weight_scale = new(self.out_features, groups, dtype=SCALE_DTYPES[self.kind])
+        if self.kind == "nvfp4":
+            self.weight_global_scale = new(1, dtype=torch.float32)
 
     @classmethod
     def from_linear(

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -95,6 +96,9 @@ def dequantize_codes(
     return values.view(rows, columns)
 
 
+Holder = TypeVar("Holder", bound="WeightHolder")
+
+
 def fixed(tensor: torch.Tensor) -> nn.Parameter:
     """`tensor`, contiguous, as a parameter that is not trained."""
     return nn.Parameter(tensor.contiguous(), requires_grad=False)
@@ -113,6 +117,31 @@ class WeightHolder(nn.Module):
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+
+    @classmethod
+    def empty(
+        cls: type[Holder],
+        in_features: int,
+        out_features: int,
+        scheme: QuantScheme,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "meta",
+    ) -> Holder:
+        """A layer with uninitialized tensors of the right shapes, to load a state dict into.
+
+        dtype: of the bias, and of the scales where the scheme leaves that open. Raises ValueError where the scheme's
+        groups do not divide the weight.
+        """
+        layer = cls(in_features, out_features, scheme)
+        new = partial(unset, device)
+        layer.allocate(new, dtype)
+        layer.bias = new(out_features, dtype=dtype) if bias else None
+        return layer
+
+    def allocate(self, new: Callable[..., nn.Parameter], dtype: torch.dtype) -> None:
+        """Make all tensors but the bias by `new(*shape, dtype=...)`; `dtype` as in `empty`."""
+        raise NotImplementedError
 
     def keep_bias(self, linear: nn.Linear) -> None:
         """Take over the bias of the layer that this one stands for."""
@@ -144,29 +173,16 @@ class PackedLinear(WeightHolder):
     kernel: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What computes the layer in the place of the plain arithmetic, see `linear_dispatch.install`."""
 
-    @classmethod
-    def empty(
-        cls,
-        in_features: int,
-        out_features: int,
-        scheme: QuantScheme,
-        bias: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "meta",
-    ) -> PackedLinear:
-        """A layer with uninitialized tensors of the right shapes. Raises ValueError on an indivisible group size."""
-        layer = cls(in_features, out_features, scheme)
-        groups, bits = scheme.num_groups(in_features), scheme.bits
-        parameter = partial(unset, device)
-        layer.weight_packed = parameter(out_features, packed_words(in_features, bits), dtype=torch.int32)
-        layer.weight_scale = parameter(out_features, groups, dtype=dtype)
+    def allocate(self, new: Callable[..., nn.Parameter], dtype: torch.dtype) -> None:
+        scheme, bits = self.scheme, self.scheme.bits
+        groups = scheme.num_groups(self.in_features)
+        self.weight_packed = new(self.out_features, packed_words(self.in_features, bits), dtype=torch.int32)
+        self.weight_scale = new(self.out_features, groups, dtype=dtype)
         if not scheme.symmetric:
-            layer.weight_zero_point = parameter(packed_words(out_features, bits), groups, dtype=torch.int32)
+            self.weight_zero_point = new(packed_words(self.out_features, bits), groups, dtype=torch.int32)
         if scheme.g_idx:
-            layer.weight_g_idx = parameter(in_features, dtype=torch.int32)
-        layer.weight_shape = parameter(2, dtype=torch.int64)
-        layer.bias = parameter(out_features, dtype=dtype) if bias else None
-        return layer
+            self.weight_g_idx = new(self.in_features, dtype=torch.int32)
+        self.weight_shape = new(2, dtype=torch.int64)
 
     @classmethod
     def from_linear(

@@ -14,14 +14,14 @@ and computes in the model's dtype. Products are summed exactly (int8) or in floa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from .packed import QuantScheme, QuantState, WeightHolder, fixed, unset
+from .packed import QuantScheme, QuantState, WeightHolder, fixed
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
@@ -118,26 +118,12 @@ class ScaledLinear(WeightHolder):
             raise ValueError(f"{type(self).__name__} holds no weight of the scheme {scheme}")
         super().__init__(in_features, out_features, scheme)
 
-    @classmethod
-    def empty(
-        cls: type[Layer],
-        in_features: int,
-        out_features: int,
-        scheme: QuantScheme,
-        bias: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "meta",
-    ) -> Layer:
-        """A layer with uninitialized tensors of the right shapes. Raises ValueError on an indivisible block size."""
-        layer = cls(in_features, out_features, scheme)
-        own = layer.scheme
-        parameter = partial(unset, device, dtype=dtype)
-        layer.weight = parameter(out_features, in_features, dtype=KINDS[own.kind])
-        layer.weight_scale = parameter(*own.scale_shape(out_features, in_features))
+    def allocate(self, new: Callable[..., nn.Parameter], dtype: torch.dtype) -> None:
+        own = self.scheme
+        self.weight = new(self.out_features, self.in_features, dtype=KINDS[own.kind])
+        self.weight_scale = new(*own.scale_shape(self.out_features, self.in_features), dtype=dtype)
         if own.static_input:
-            layer.input_scale = parameter(1)
-        layer.bias = parameter(out_features) if bias else None
-        return layer
+            self.input_scale = new(1, dtype=dtype)
 
     @classmethod
     def from_linear(
