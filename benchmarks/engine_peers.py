@@ -119,6 +119,30 @@ class OrtGenai:
         return [list(map(int, generator.get_sequence(i)))[longest:] for i in range(len(prompts))]
 
 
+class OpenVino:
+    """openvino-genai's continuous batching pipeline."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import numpy
+        import openvino
+        import openvino_genai as ov
+
+        self.np, self.ov, self.tensor = numpy, ov, openvino.Tensor
+        scheduler = ov.SchedulerConfig()
+        scheduler.cache_size, scheduler.max_num_seqs = 1, 32
+        scheduler.enable_prefix_caching = True
+        found = {"INFERENCE_NUM_THREADS": THREADS}
+        self.pipe = ov.ContinuousBatchingPipeline(model, scheduler, "CPU", found)
+        self.about = {"openvino-genai": ov.__version__}
+
+    def generate(self, prompts: Tokens, new: int, batch: bool) -> Tokens:
+        config = self.ov.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = new, True, False
+        rows = [self.tensor(self.np.array([p], dtype=self.np.int64)) for p in prompts]
+        found = self.pipe.generate(rows, [config] * len(rows))
+        return [list(map(int, one.m_generation_ids[0])) for one in found]
+
+
 class LlamaCpp:
     """llama-server: one of a single slot for single streams; for a batch another of 32, started when first needed."""
 
@@ -170,7 +194,14 @@ class LlamaCpp:
             process.wait()
 
 
-KINDS = {"llmopt": Llmopt, "transformers": Transformers, "vllm": Vllm, "ortgenai": OrtGenai, "llamacpp": LlamaCpp}
+KINDS = {
+    "llmopt": Llmopt,
+    "transformers": Transformers,
+    "vllm": Vllm,
+    "ortgenai": OrtGenai,
+    "openvino": OpenVino,
+    "llamacpp": LlamaCpp,
+}
 
 
 def serve(kind: str, model: str, options: dict[str, Any]) -> None:

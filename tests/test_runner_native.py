@@ -187,3 +187,18 @@ def test_compiled_attention_backend_in_the_eager_runner() -> None:
         pytest.skip(str(error))
     assert runner.block_size == 32
     assert_own_logits_of_eager(model, runner)
+
+
+def test_a_bfloat16_model_without_its_own_roundings_comes_nearer_to_float32() -> None:
+    """`rounding="none"` is what the runner hands to the decoder: float32 from the embedding to the logits."""
+    ids = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(3))
+    model = tiny_llama().to(torch.bfloat16)
+    with torch.inference_mode():
+        truth = tiny_llama().to(torch.bfloat16).float()(ids).logits[0]
+    errors = {}
+    for rounding in ("model", "none"):
+        runner = native_or_skip(model, rounding=rounding, kv_dtype=torch.float32, num_blocks=4)
+        logits = random_steps(runner, [ids[0].tolist()], seed=1)
+        errors[rounding] = sum(float((row - truth[at]).abs().mean()) for (_, at), row in logits.items())
+        runner.close()
+    assert errors["none"] < 0.9 * errors["model"], errors

@@ -58,7 +58,8 @@ class NativeRunner:
 
     model: a causal language model on the CPU, or a DecoderSource.
 
-    activation, weights, lm_head, num_threads, release: see `kernels.decoder.build_decoder`. self_check: its `prove`.
+    activation, weights, lm_head, rounding, num_threads, release: see `kernels.decoder.build_decoder`. self_check: its
+    `prove`.
     block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
     pool; never more than `max_num_seqs` requests of `max_model_len` could fill.
     kv_dtype: bfloat16 or float32; None is float32 for a float32 model, else bfloat16.
@@ -74,6 +75,7 @@ class NativeRunner:
         activation: str = "none",
         weights: str = "stored",
         lm_head: str = "stored",
+        rounding: str = "auto",
         num_threads: int | None = None,
         release: bool = False,
         block_size: int | None = None,
@@ -96,6 +98,7 @@ class NativeRunner:
             activation=activation,
             weights=weights,
             lm_head=lm_head,
+            rounding=rounding,
             num_threads=num_threads,
             release=release,
             prove=self_check,
