@@ -244,6 +244,8 @@ class Run:
     def figure(self, system: System, worker: Worker, what: str, number: int) -> None:
         """Take it in a quiet moment if one comes; where neighbours came in between, again with new prompts."""
         best: dict[str, Any] = {}
+        if any(f.get("wall_s", 0) > self.args.slow for f in engine_report.figures(self.result, system.name, what)):
+            return
         for attempt in range(self.args.tries):
             self.wait()
             worker.signal(signal.SIGCONT)
@@ -251,7 +253,8 @@ class Run:
             before, began = jiffies(pids), time.perf_counter()
             try:
                 found = measure(worker, what, number + 100 * attempt, self.prompts, self.args)
-                share = foreign(before, jiffies(pids), time.perf_counter() - began)
+                wall = time.perf_counter() - began
+                share = foreign(before, jiffies(pids), wall)
                 mib = peak_mib(found.pop("pids") or pids[1:])
             except RuntimeError as error:
                 self.add(system, what, round=number, skipped=str(error))
@@ -259,8 +262,8 @@ class Run:
                 return
             worker.signal(signal.SIGSTOP)
             if not best or share < best["foreign"]:
-                best = {"foreign": share, "attempt": attempt, "peak_mib": mib, **found}
-            if share <= self.args.quiet:
+                best = {"foreign": share, "attempt": attempt, "peak_mib": mib, "wall_s": wall, **found}
+            if share <= self.args.quiet or wall > self.args.slow:
                 break
         self.add(system, what, round=number, **best)
 
@@ -322,6 +325,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loads", type=int, default=3, help="starts of a system that starts quickly")
     parser.add_argument("--quiet", type=float, default=0.05, help="foreign CPU share that a figure may have")
     parser.add_argument("--tries", type=int, default=3, help="for a figure with more; the quietest counts")
+    parser.add_argument("--slow", type=float, default=60, help="a figure that took more seconds is taken in one round")
     parser.add_argument("--patience", type=float, default=5, help="seconds to wait for a quiet moment")
     parser.add_argument("--decode", type=int, default=128)
     parser.add_argument("--requests", type=int, default=32)
