@@ -132,7 +132,7 @@ class Run:
         if options["method"] not in ("rtn", "hqq", "gptq", "awq"):
             options.pop("symmetric")
         recipe = {
-            "calibration": {"text": str(self.args.calibration.resolve()), "num_samples": self.args.samples,
+            "calibration": {"text": str(self.args.calibration), "num_samples": self.args.samples,
                             "sequence_length": self.args.length},
             "passes": [*row.passes, {"quantize": options}],
             "evaluate": {"windows": 1, "window_length": 64, "prompts": ["The"], "new_tokens": 1, "speed": False},
@@ -159,7 +159,7 @@ class Run:
         log = self.work / "log.txt"
         began = time.perf_counter()
         with log.open("w") as sink:
-            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env)
+            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=self.work)
             _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
         if status:
@@ -175,7 +175,8 @@ class Run:
     def evaluate(self, folders: dict[str, Path]) -> None:
         """Quality of rows by key, all in one go over the windows."""
         job = {"source": str(self.args.model), "text": str(self.args.text), "length": 1024,
-               "windows": self.args.windows, "students": [str(f) for f in folders.values()]}  # fmt: skip
+               "windows": self.args.windows, "threads": self.args.threads,
+               "students": [str(f) for f in folders.values()]}  # fmt: skip
         path = self.work / "eval.json"
         path.write_text(json.dumps(job))
         command = [sys.executable, str(HERE / "quantization_eval.py"), str(path)]
@@ -256,6 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=20, help="0: the whole text")
+    parser.add_argument("--threads", type=int, default=2, help="of the evaluation")
     parser.add_argument("--together", type=int, default=4, help="models evaluated in one go")
     parser.add_argument("--keep", action="store_true", help="keep what was made")
     parser.add_argument("--redo", action="store_true")
@@ -265,6 +267,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    for name in ("model", "calibration", "text", "peers", "output", "work"):
+        setattr(args, name, getattr(args, name).absolute())  # peers leave logs where they run: that is `--work`
     chosen = [
         row
         for row in rows()

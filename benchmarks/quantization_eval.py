@@ -37,7 +37,7 @@ def student(source: Path, folder: Path) -> Any:
     """The module that stands for a quantized model."""
     if (folder / "dense.safetensors").exists():
         model = plain(source)
-        missing, unexpected = model.load_state_dict(load_file(folder / "dense.safetensors"), strict=False)
+        _missing, unexpected = model.load_state_dict(load_file(folder / "dense.safetensors"), strict=False)
         if unexpected:
             raise RuntimeError(f"{folder.name}: tensors that the source does not have: {unexpected[:3]}")
         return model

@@ -2,11 +2,11 @@
 
     python benchmarks/quantization_peers.py KIND JOB.json
 
-The job names `model` (folder), `out` (folder to make), `tokens` (JSON file of calibration sequences, lists of ids), `bits`,
-`group_size` (-1: one scale a channel), `symmetric`, and `options` of the method. Written to `out`: the checkpoint as the peer
-saves it, and `dense.safetensors`: what its quantized layers stand for, as plain weights in float32, and every other
-tensor that the method changed. The last line printed is JSON: seconds of the quantizing call alone, bytes of the
-checkpoint's weights, version.
+The job names `model` (folder), `out` (folder to make), `tokens` (JSON file of calibration sequences, lists of ids),
+`bits`, `group_size` (-1: one scale a channel), `symmetric`, and `options` of the method. Written to `out`: the
+checkpoint as the peer saves it, and `dense.safetensors`: what its quantized layers stand for, as plain weights in
+float32, and every other tensor that the method changed. The last line printed is JSON: seconds of the quantizing call
+alone, bytes of the checkpoint's weights, version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save_dense(module: Any, source: Path, out: Path) -> None:
     stored: dict[str, Any] = {}
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            stored |= {name: tensors.get_tensor(name) for name in tensors.keys()}
+            stored |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     changed = {}
     for name, tensor in module.state_dict().items():
         value = tensor.detach().to(torch.float32)

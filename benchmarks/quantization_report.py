@@ -10,7 +10,9 @@ from typing import Any
 
 def markdown(result: dict[str, Any]) -> str:
     """One line a row, sorted by grid as first met, then by KL; then what failed, versions and commands."""
-    windows = sorted({w for row in result["rows"].values() for w in row.get("quality", {})}, key=lambda w: (w == "0", w))
+    windows = sorted(
+        {w for row in result["rows"].values() for w in row.get("quality", {})}, key=lambda w: (w == "0", w)
+    )
     lines = []
     for which in windows:
         measured = {k: r for k, r in result["rows"].items() if which in r.get("quality", {})}
