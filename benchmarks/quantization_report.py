@@ -29,8 +29,9 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [f"- {key}: failed, {row['skipped']}" for key, row in result["rows"].items() if "skipped" in row]
     versions = list(dict.fromkeys(row["version"] for row in result["rows"].values() if "version" in row))
     about = result["about"]
-    lines += ["", f"Versions: {', '.join(versions)}. {about['cpu']}, {about['cores']} cores, Python {about['python']}, "
-              f"{about['date']}. Commands:", "", *(f"    {c}" for c in dict.fromkeys(about["commands"])), ""]  # fmt: skip
+    machine = f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, {about['date']}"
+    lines += ["", f"Versions: {', '.join(versions)}. {machine}. Commands:", ""]
+    lines += [*(f"    {command}" for command in dict.fromkeys(about["commands"])), ""]
     return "\n".join(lines)
 
 
