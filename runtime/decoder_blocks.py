@@ -126,18 +126,21 @@ def join_batches(batches: Sequence[torch.Tensor], max_tokens: int) -> list[torch
     return [torch.cat(rows) for rows in joined]
 
 
-def capture(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[torch.Tensor]) -> list[CapturedBatch]:
+def capture(
+    model: nn.Module, blocks: nn.ModuleList, batches: Sequence[torch.Tensor], plain: bool = False
+) -> list[CapturedBatch]:
     """Run the model's own forward with blocks that hand their input on, and record every call.
 
     batches: token ids, int64 [B, L]. Costs little more than the embeddings and the first block, which does compute, to
-    show whether blocks return a tensor or a tuple that begins with it; no other weight is needed. Raises RunError where
-    the model does not call its blocks once each, in order.
+    show whether blocks return a tensor or a tuple that begins with it; no other weight is needed. plain: they are
+    known to return a tensor, so that none computes. Raises RunError where the model does not call its blocks once
+    each, in order.
     """
     device = next(blocks[0].parameters()).device
-    return [_capture_one(model, blocks, batch.to(device)) for batch in batches]
+    return [_capture_one(model, blocks, batch.to(device), plain) for batch in batches]
 
 
-def _capture_one(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor) -> CapturedBatch:
+def _capture_one(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor, plain: bool) -> CapturedBatch:
     record: list[BlockCall] = []
     order: list[int] = []
     hidden: list[torch.Tensor] = []
@@ -151,7 +154,7 @@ def _capture_one(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor) -> 
             raise StopForward
         return state
 
-    with _handing_on(blocks, visit) as extra, suppress(StopForward):
+    with _handing_on(blocks, visit, first_computes=not plain) as extra, suppress(StopForward):
         model(input_ids=ids, use_cache=False)
     if order != list(range(len(blocks))):
         raise RunError(

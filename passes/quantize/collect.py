@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ...runtime.decoder_blocks import CapturedBatch, StopForward, logits_after
+from ...runtime.decoder_blocks import BlockCall, CapturedBatch, StopForward, logits_after
 from .hessian import HessianCollector, InputGroup
+
+T = TypeVar("T")
 
 
 def collect(
@@ -50,6 +52,26 @@ def collect(
 def call_order(block: nn.Module, index: int, layers: Mapping[str, nn.Module], batch: CapturedBatch) -> list[list[str]]:
     """The names of `layers` in the order in which the block calls them, those with the same input together."""
     return [group.names for group in collect(block, index, layers, [batch])]
+
+
+def on_one_sequence(batch: CapturedBatch, index: int, use: Callable[[BlockCall, torch.Tensor], T]) -> T:
+    """`use` of how block number `index` is called for the batch's first sequence, and of that sequence's state; for all
+    of the batch where its arguments cannot be divided.
+    """
+    call, hidden = batch.calls[index], batch.hidden
+    rows = hidden.shape[0]
+
+    def first(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[:1] if value.dim() and value.shape[0] == rows else value
+        return type(value)(map(first, value)) if type(value) in (tuple, list) else value
+
+    kwargs = {name: first(value) for name, value in call.kwargs.items()}
+    one = BlockCall(first(call.args), kwargs, call.by_keyword)
+    try:
+        return use(one, hidden[:1])
+    except (RuntimeError, IndexError, ValueError):
+        return use(call, hidden)
 
 
 def collect_outside(

@@ -138,10 +138,12 @@ class Config(Options):
         "factorize, up to 1, and reported; beyond that the run fails.",
     )
     block_size: int = Field(64, ge=8, le=1024, description="gptq: columns rounded between two updates of the rest.")
-    true_sequential: bool = Field(
-        False,
+    true_sequential: bool | None = Field(
+        None,
         description="gptq: calibrate the layers inside a block one after another, each on the quantized output of "
-        "those before. Slower by about a half.",
+        "those before. By default that is done where it takes a single pass over the block (nearly every dense "
+        "decoder, unless `match_original` follows the unquantized one); elsewhere all layers of a block are calibrated "
+        "on its unquantized layers. `true` does so everywhere, if need be by more passes; `false` nowhere.",
     )
     match_original: float = Field(
         0.0,

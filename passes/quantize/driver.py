@@ -1,10 +1,11 @@
 """The block-wise driver: each decoder block is calibrated on the outputs of the quantized blocks before it.
 
-For every block: run it on all calibration batches with hooks that gather the Hessians of its linear layers, quantize
-those layers, run it again to hand its now quantized outputs on (the stages of `stages.py`). Only the current block's
-Hessians and one hidden state per batch are held; of a lazy model only the current block's weights, too. Every finished
-block is committed to the context's checkpoint, and a run that finds some goes on after them. The result depends on
-weights, tokens and options alone: there is no randomness.
+For every block: run it on all calibration batches up to each group of layers with the same input, gather the Hessian
+of that input, quantize the group, and go on, so that its end hands the quantized outputs on (`parts.py`); where a block
+cannot be divided so, run it once for all Hessians, quantize, and run it again (the stages of `stages.py`). Only the
+current Hessians and one hidden state per batch are held, and of a lazy model the current block's weights. Every
+finished block is committed to the context's checkpoint, and a run that finds some goes on after them. The result
+depends on weights, tokens and options alone: there is no randomness.
 """
 
 from __future__ import annotations
@@ -99,20 +100,25 @@ class _Run:
         """Record how the blocks are called, bring the batches' states to where `done` steps left them, and find out
         whether the run will fit. Where the states are to be left in files, they are from the start.
         """
-        checkpoint, checked = self.steps.checkpoint, None
-        for number, ids in enumerate(self.batches):
-            with self.model.loaded(*self._around(), f"{self.name}.0"):
-                batch = capture(self.module, self.blocks, [ids])[0]
-            self.captured.append(batch)
-            if checked is None:
-                checked = self._preflight(batch, done, last)
-                self.live.offload = checked.offload and checkpoint is not None
-                self.live.begin(checkpoint.scratch("start") if checkpoint and self.live.offload else None)
-            batch.share_arguments(self.captured[0])
-            self.live.keep(number, batch)
+        checkpoint, around = self.steps.checkpoint, (*self._around(), f"{self.name}.0")
+        with self.model.loaded(*around):
+            self.captured = capture(self.module, self.blocks, self.batches[:1])
+        checked = self._preflight(self.captured[0], done, last)
+        offload = checked.offload and checkpoint is not None
+        self.live.offload, self.live.scratch = offload, None
+        if checkpoint is not None and offload:
+            self.live.scratch = checkpoint.scratch("parts")
+            self.live.begin(checkpoint.scratch("start"))
+        self.live.keep(0, self.captured[0])
+        with self.model.loaded(*around):
+            plain = self.captured[0].extra is None
+            for number, ids in enumerate(self.batches[1:], start=1):
+                batch = capture(self.module, self.blocks, [ids], plain)[0]
+                batch.share_arguments(self.captured[0])
+                self.live.keep(number, batch)
+                self.captured.append(batch)
         if checkpoint is not None and checkpoint.live is not None:
             self.live.resume(checkpoint.live, self.captured)
-        assert checked is not None
         return checked
 
     def _preflight(self, batch: CapturedBatch, done: int, last: int) -> Preflight:
@@ -136,6 +142,7 @@ class _Run:
             sum(ids.numel() for ids in self.batches),
             self.context.max_memory,
             follows_original=self.config.match_original > 0,
+            in_parts=self.config.true_sequential is not False and self.config.match_original == 0,
         )
         checked.check()
         return checked

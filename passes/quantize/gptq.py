@@ -8,24 +8,22 @@ columns fixed so far. With U the upper triangular factor of `H^-1 = U^T U` the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from ...runtime.kernels.calibration import round_columns
 from ...runtime.kernels.packed import QuantScheme
-from ...runtime.tensor_files import all_finite
+from .factor import FactoredHessian, NotPositiveDefinite, permute_rows
 from .grid import minmax_grid, search_grid, to_groups
 from .rtn import Quantized
 
-DAMPING_FACTOR = 2.0
-MAX_DAMPING = 1.0
+__all__ = ["NotPositiveDefinite", "inverse_factor", "matched_weight", "quantize_gptq", "quantize_stack"]
+
 FITTED = 16
 """Groups whose grids are searched at once, so that the weight is copied in parts only."""
-
-
-class NotPositiveDefinite(ArithmeticError):
-    """The Hessian does not factorize, even with the largest damping."""
 
 
 @dataclass(frozen=True)
@@ -51,40 +49,86 @@ def quantize_gptq(
 ) -> GPTQResult:
     """Quantize `weight` [N, K] (any floating dtype) given `hessian` float32 [K, K]; scales are stored in `dtype`.
 
-    Columns whose inputs were always zero are rounded to nearest and affect no other. Rows are independent: layers with
-    the same inputs may be stacked. Raises NotPositiveDefinite, and ValueError where the group size does not divide K or
-    activation order is asked for without static groups.
+    Columns whose inputs were always zero are rounded to nearest and affect no other. Raises NotPositiveDefinite, and
+    ValueError where the group size does not divide K or activation order is asked for without static groups.
+    """
+    (result,) = quantize_stack(
+        [weight],
+        FactoredHessian(hessian.clone()),
+        scheme,
+        dtype,
+        desc_act=desc_act,
+        static_groups=static_groups,
+        damping=damping,
+        search_steps=search_steps,
+        block_size=block_size,
+    )
+    return result
+
+
+def quantize_stack(
+    weights: Sequence[torch.Tensor],
+    hessian: FactoredHessian,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    *,
+    desc_act: bool,
+    static_groups: bool,
+    damping: float,
+    search_steps: int,
+    block_size: int,
+) -> list[GPTQResult]:
+    """The same for layers with the same inputs, each [N_i, K], as one problem: their rows are independent.
+
+    hessian: theirs, factorized here unless it is already. Beside it one float32 copy of the weights is held.
     """
     if desc_act and not static_groups:
         raise ValueError("activation order needs static groups")
-    columns = weight.shape[1]
+    columns = weights[0].shape[1]
     num_groups = scheme.num_groups(columns)
     size = columns // num_groups
-    diagonal = hessian.diagonal()
-    dead = diagonal == 0
-
-    work = weight.float().t().contiguous()
-    order = torch.argsort(diagonal, descending=True, stable=True) if desc_act else None
-    factor, used = inverse_factor(hessian, dead, damping, order)
-    grid = _Grid(scheme, dtype, num_groups, weight.shape[0], diagonal, search_steps, weight.device)
+    used, order = hessian.factorize(damping, by_activation=desc_act), hessian.order
+    work = _transposed(weights)
+    grid = _Grid(scheme, dtype, num_groups, work.shape[1], hessian.diagonal, search_steps, work.device)
     if static_groups:
         for start in range(0, num_groups, FITTED):
             grid.fit(range(start, min(start + FITTED, num_groups)), work)
     if order is not None:
-        work = work[order]
+        permute_rows(work, order)
     group_list = [column // size for column in (range(columns) if order is None else order.tolist())]
 
     codes = torch.empty_like(work, dtype=torch.uint8)
     for start, stop in _blocks(columns, block_size, None if static_groups else size):
         if not static_groups and start % size == 0:
             grid.fit([start // size], work)
-        _round_block(work, factor, grid, group_list, codes, start, stop)
-    if order is not None:
-        restored = torch.empty_like(codes)
-        restored[order] = codes
-        codes = restored
-    quantized = Quantized(codes.t().contiguous(), *grid.result())
-    return GPTQResult(quantized, used, int(dead.sum()))
+        _round_block(work, hessian.matrix, grid, group_list, codes, start, stop)
+    del work
+    dead = int(hessian.dead.sum())
+    return [GPTQResult(part, used, dead) for part in _split(codes, order, grid, [len(weight) for weight in weights])]
+
+
+def _transposed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all weights as columns, float32 [K, N]."""
+    first = weights[0]
+    work = torch.empty(first.shape[1], sum(map(len, weights)), device=first.device)
+    start = 0
+    for weight in weights:
+        work[:, start : start + len(weight)] = weight.t()
+        start += len(weight)
+    return work
+
+
+def _split(codes: torch.Tensor, order: torch.Tensor | None, grid: _Grid, rows: list[int]) -> list[Quantized]:
+    """Each layer's share of codes uint8 [K, N], whose columns of the weight are in `order`."""
+    back = None if order is None else torch.argsort(order)
+    scales, zeros = grid.result()
+    parts, start = [], 0
+    for count in rows:
+        own = codes[:, start : start + count] if back is None else codes[:, start : start + count].index_select(0, back)
+        taken = slice(start, start + count)
+        parts.append(Quantized(own.t().contiguous(), scales[taken], None if zeros is None else zeros[taken]))
+        start += count
+    return parts
 
 
 def matched_weight(
@@ -109,40 +153,14 @@ def inverse_factor(
 ) -> tuple[torch.Tensor, float]:
     """The upper triangular U, float32 [K, K], with `U^T U` the inverse of the damped Hessian, and the damping used.
 
-    damping: share of the mean diagonal that is added; doubled until the Cholesky factorization succeeds. dead: bool
-    [K], columns that get that mean as their diagonal. order: a permutation applied first.
-    Raises NotPositiveDefinite where damping above 1 would be needed.
+    damping, dead: see `FactoredHessian`; order: a permutation applied first. The Hessian is left as it is. Raises
+    NotPositiveDefinite where damping above 1 would be needed.
     """
-    mean = hessian.diagonal().mean()
-    unit = torch.where(mean > 0, mean, torch.ones_like(mean))
-    # Reversing rows and columns turns the factor of H into that of its inverse: no explicit inverse is formed.
-    index = torch.arange(len(hessian), device=hessian.device) if order is None else order
-    index = index.flip(0)
-    base = torch.where(dead, unit, hessian.diagonal())[index]
-    while damping <= MAX_DAMPING:
-        inverse = _inverse_root(hessian, index, base + damping * unit)
-        if inverse is not None:
-            inverse = inverse.flip(0, 1)  # frees the other before the copy below
-            return inverse.contiguous(), damping
-        damping *= DAMPING_FACTOR
-    raise NotPositiveDefinite("the Hessian is not positive definite")
-
-
-def _inverse_root(hessian: torch.Tensor, index: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor | None:
-    """The inverse of the lower Cholesky factor of the Hessian, reordered by `index`, with `diagonal` as its own.
-
-    None where it does not factorize. Two matrices of the Hessian's size are held beside it, which is left as it is.
-    """
-    matrix = hessian.index_select(0, index)
-    torch.index_select(matrix.clone(), 1, index, out=matrix)
-    matrix.diagonal().copy_(diagonal)
-    info = torch.empty((), dtype=torch.int32, device=matrix.device)
-    torch.linalg.cholesky_ex(matrix, out=(matrix, info))
-    if int(info) != 0:
-        return None
-    inverse = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device).t()
-    torch.linalg.solve_triangular(matrix, inverse, upper=False, out=inverse)
-    return inverse if all_finite(inverse) else None
+    factored = FactoredHessian(hessian.clone(), dead)
+    if order is not None:
+        factored.reorder(order)
+    used = factored.factorize(damping)
+    return factored.matrix.triu_(), used
 
 
 class _Grid:
@@ -204,22 +222,39 @@ def _round_block(
     start: int,
     stop: int,
 ) -> None:
-    """Round columns start … stop - 1 of `work` [K, N] into `codes`, then correct all later columns at once."""
+    """Round columns start … stop - 1 of `work` [K, N] into `codes`, then correct all later columns at once.
+
+    factor: [K, K], of which what is on and above the diagonal is read.
+    """
     errors = torch.empty(stop - start, work.shape[1], dtype=work.dtype, device=work.device)
-    rounded = torch.empty_like(errors)
-    inner = factor[start:stop, start:stop]
-    steps = inner.diagonal().tolist()
-    by_column = inner.t().contiguous()
-    single_zero = grid.zeros.shape[0] == 1
-    for i in range(stop - start):
-        group = group_list[start + i]
-        scale, zero = grid.scales[group], grid.zeros[0 if single_zero else group]
-        column = work[start + i]
-        if i:
-            column = torch.addmv(column, errors[:i].t(), by_column[i, :i], alpha=-1)
-        code = torch.div(column, scale, out=rounded[i]).round_().add_(zero).clamp_(0.0, grid.top)
-        torch.sub(code, zero, out=errors[i]).mul_(scale)
-        torch.sub(column, errors[i], out=errors[i]).div_(steps[i])
-    codes[start:stop] = rounded
+    groups, inner = group_list[start:stop], factor[start:stop, start:stop]
+    arguments = (work[start:stop], inner, grid.scales, grid.zeros, groups, grid.top, codes[start:stop], errors)
+    if not round_columns(*arguments):
+        _round_columns(*arguments)
     if stop < work.shape[0]:
         work[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
+
+
+def _round_columns(
+    work: torch.Tensor,
+    factor: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: list[int],
+    top: float,
+    codes: torch.Tensor,
+    errors: torch.Tensor,
+) -> None:
+    """Round the columns of a block, rows of `work` [C, N], one after another; see `calibration.round_columns`.
+
+    Products and differences are rounded one by one, as the native kernel rounds them, so that both give the same bits.
+    """
+    steps, single_zero = factor.diagonal().tolist(), zeros.shape[0] == 1
+    rounded = torch.empty_like(work[0])
+    for i, group in enumerate(groups):
+        scale, zero = scales[group], zeros[0 if single_zero else group]
+        code = torch.div(work[i], scale, out=rounded).round_().add_(zero).clamp_(0.0, top)
+        codes[i] = code
+        torch.sub(code, zero, out=errors[i]).mul_(scale)
+        torch.sub(work[i], errors[i], out=errors[i]).div_(steps[i])
+        work[i + 1 :] -= factor[i, i + 1 :, None] * errors[i]

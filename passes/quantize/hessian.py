@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-PANEL = 256
-"""Columns of the Hessian computed at once; only panels on and below the diagonal are."""
+from ...runtime.kernels.calibration import add_outer_products
+from .factor import mirror_lower, panels
+
+ADDED = 1 << 22
+"""Input values that are converted to float32 at once."""
 
 
 class Hessian:
@@ -30,16 +33,21 @@ class Hessian:
 
         original: the same layer's inputs in the unquantized model, same shape.
         """
-        rows = inputs.reshape(-1, inputs.shape[-1]).float()
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        self.rows += len(rows)
         if original is not None:
-            if self.cross_sum is None:
-                self.cross_sum = torch.zeros_like(self.sum)
-            self.cross_sum.addmm_(original.reshape(rows.shape).float().t(), rows)
-        self.rows += rows.shape[0]
-        columns = rows.shape[1]
-        for start in range(0, columns, PANEL):
-            stop = min(start + PANEL, columns)
-            self.sum[start:, start:stop].addmm_(rows[:, start:].t(), rows[:, start:stop])
+            self._add_cross(original.reshape(rows.shape), rows)
+        if add_outer_products(self.sum, rows):
+            return
+        for part in rows.split(max(1, ADDED // rows.shape[1])):
+            values = part.float()
+            for start, stop in panels(rows.shape[1]):
+                self.sum[start:, start:stop].addmm_(values[:, start:].t(), values[:, start:stop])
+
+    def _add_cross(self, original: torch.Tensor, rows: torch.Tensor) -> None:
+        if self.cross_sum is None:
+            self.cross_sum = torch.zeros_like(self.sum)
+        self.cross_sum.addmm_(original.float().t(), rows.float())
 
     def copy(self) -> Hessian:
         other = Hessian.__new__(Hessian)
@@ -49,26 +57,21 @@ class Hessian:
 
     def mean(self) -> torch.Tensor:
         """The full symmetric matrix, divided by the number of rows; float32 [K, K]."""
-        return _symmetric(self.sum.clone()).div_(max(1, self.rows))
+        return mirror_lower(self.sum.clone()).div_(max(1, self.rows))
 
     def take_mean(self) -> torch.Tensor:
         """The same in the memory of the sum, which is gone afterwards."""
         total, self.sum = self.sum, torch.empty(0, device=self.sum.device)
-        return _symmetric(total).div_(max(1, self.rows))
+        return mirror_lower(total).div_(max(1, self.rows))
 
     def cross(self) -> torch.Tensor | None:
         """`mean(y x^T)`, float32 [K, K]; None where no original inputs were given."""
         return None if self.cross_sum is None else self.cross_sum / max(1, self.rows)
 
-
-def _symmetric(matrix: torch.Tensor) -> torch.Tensor:
-    """Overwrite what is above the diagonal by what is below it."""
-    for start in range(0, len(matrix), PANEL):
-        stop = min(start + PANEL, len(matrix))
-        matrix[start:stop, stop:] = matrix[stop:, start:stop].t()
-        square = matrix[start:stop, start:stop].tril_()
-        square += torch.tril(square, -1).t()
-    return matrix
+    def take_cross(self) -> torch.Tensor | None:
+        """The same in the memory of the sum, which is gone afterwards."""
+        total, self.cross_sum = self.cross_sum, None
+        return None if total is None else total.div_(max(1, self.rows))
 
 
 @dataclass

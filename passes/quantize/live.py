@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...runtime.tensor_files import Spec, locate, write_tensors
+from ...runtime.tensor_files import Spec, locate, read_stored, write_tensors
 
 if TYPE_CHECKING:
+    import torch
+
     from ...runtime.decoder_blocks import CapturedBatch
 
 FIELDS = ("hidden", "original")
@@ -20,11 +22,13 @@ FIELDS = ("hidden", "original")
 class LiveStates:
     """Writes the batches' states after a block into the folder that `begin` is given.
 
-    offload: whether the files become the only copy.
+    offload: whether the files become the only copy. scratch: an empty folder for what lasts no longer than a block,
+    where that is to lie in files, too.
     """
 
     def __init__(self, offload: bool = False) -> None:
         self.offload = offload
+        self.scratch: Path | None = None
         self._folder: Path | None = None
 
     def begin(self, folder: Path | None) -> None:
@@ -51,3 +55,37 @@ class LiveStates:
     def _point(self, path: Path, batch: CapturedBatch) -> None:
         for name, place in locate([path]).items():
             batch.leave_in_file(name, place)
+
+
+class Stash:
+    """Tensors by name, in memory, or in files of `folder` where one is given."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._kept: dict[str, torch.Tensor | Path] = {}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a tensor under a name, in the place of what was kept there."""
+        if self._folder is None:
+            self._kept[name] = tensor
+            return
+        path = self._folder / f"{name}.safetensors"
+        write_tensors(path, {"state": Spec.of(tensor)}, lambda _: tensor)
+        self._kept[name] = path
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor of that name, on the CPU where it lies in a file."""
+        kept = self._kept[name]
+        return read_stored(locate([kept])["state"]) if isinstance(kept, Path) else kept
+
+    def take(self, name: str) -> torch.Tensor:
+        """The same, no longer kept."""
+        tensor, kept = self.get(name), self._kept.pop(name)
+        if isinstance(kept, Path):
+            kept.unlink()
+        return tensor
+
+    def clear(self) -> None:
+        """Keep nothing more."""
+        for name in list(self._kept):
+            self.take(name)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...optimizer.errors import RunError
+from ...runtime.kernels.calibration import backend
 from ...runtime.memory import available_memory, resident_memory
 from .gptq import inverse_factor
 
@@ -23,22 +24,25 @@ if TYPE_CHECKING:
 
 TRIED = 2048
 """Columns of the largest matrix that is factorized as a trial; the time of a larger one is extrapolated."""
-SOLVER_COPIES = 3
-"""Matrices of a Hessian's size that solving a layer holds at its peak beside the Hessian."""
+SOLVER_COPIES = 2
+"""Matrices of a Hessian's size that following the original model takes; plain GPTQ works inside the Hessian."""
 ACTIVATION_COPIES = 5
 """Float32 tensors of a batch's tokens times the widest layer that a block's forward holds."""
 ENOUGH = 4
 """How many times the states of all batches must fit into what is available to be kept in memory."""
-WEIGHT_COPIES = 4
-"""Float32 copies of a layer's weight while it is rounded."""
+WEIGHT_BYTES = 7
+"""Bytes a weight while its layer is rounded: a float32 copy, codes as they come about, and as they are stored."""
+SLICES = 1 << 27
+"""Bytes of whatever is done a few rows or columns at a time."""
 
 
 @dataclass(frozen=True)
 class Preflight:
     """Bytes of each kind at the peak of the widest block, and what there is; seconds of the largest factorization.
 
-    live: the hidden states of all batches; offload: whether they go to files, because a quarter of what is available
-    does not hold them.
+    live: the states of all batches between two blocks and, where a block is run in parts, between two parts; offload:
+    whether they go to files, because a quarter of what is available does not hold them. products: where sums of outer
+    products are computed.
     """
 
     block: str
@@ -51,6 +55,7 @@ class Preflight:
     offload: bool
     cholesky_columns: int
     cholesky_seconds: float
+    products: str
 
     @property
     def needed(self) -> int:
@@ -84,23 +89,29 @@ def preflight(
     num_tokens: int,
     max_memory: int | None,
     follows_original: bool = False,
+    in_parts: bool = False,
 ) -> Preflight:
     """Estimate the peak of quantizing one block and try a factorization of the largest Hessian.
 
     block_bytes: weights of every block to come, by name. targets: their calibrated layers. groups: those of one block
     by equal inputs, as a trial run saw them. batch: the first; num_tokens: of all batches. max_memory: bytes that the
-    process may have. follows_original: the original model's states and products with its inputs are kept, too.
+    process may have. follows_original: the original model's states and products with its inputs are kept, too;
+    in_parts: the inputs of single layers and their outputs are kept while a block is quantized.
     """
     block, weights = max(block_bytes.items(), key=lambda item: item[1])
     columns = max(target.in_features for target in targets)
-    solver = max(
-        SOLVER_COPIES * 4 * group[0].in_features ** 2 + WEIGHT_COPIES * 4 * sum(target.num_weights for target in group)
+    copies = SOLVER_COPIES if follows_original else 0
+    solver = SLICES + max(
+        copies * 4 * group[0].in_features ** 2 + WEIGHT_BYTES * sum(target.num_weights for target in group)
         for group in groups
     )
     hidden = batch.hidden
     tokens = hidden.shape[0] * hidden.shape[1]
     widest = max(max(target.in_features, target.out_features) for target in targets)
     live = hidden.nbytes // tokens * num_tokens * (3 if follows_original else 1)
+    if in_parts:
+        alone = [group[0] for group in groups if len(group) == 1]
+        live += hidden.element_size() * num_tokens * sum(max(t.in_features, t.out_features) for t in alone)
     free = available_memory() if hidden.device.type == "cpu" else torch.cuda.mem_get_info(hidden.device)[0]
     allowed = free if max_memory is None else min(free, max_memory - resident_memory())
     tried = min(columns, TRIED)
@@ -116,6 +127,7 @@ def preflight(
         offload=ENOUGH * live > allowed,
         cholesky_columns=columns,
         cholesky_seconds=seconds,
+        products=backend(),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ from torch import nn
 
 from ...optimizer.errors import RunError
 from ...runtime.kernels.packed import QuantScheme
-from .apply import energy, replace_linear, report_line
-from .gptq import NotPositiveDefinite, matched_weight, quantize_gptq
+from .apply import replace_linear, report_line
+from .factor import FactoredHessian, NotPositiveDefinite
+from .gptq import matched_weight, quantize_stack
 from .hessian import InputGroup
 from .rtn import Quantized, quantize_rtn
 
@@ -22,27 +24,28 @@ if TYPE_CHECKING:
     from .targets import Target
 
 
-MEASURED = 1024
-"""Rows whose errors are computed at once, so that temporaries stay small."""
+MEASURED = 1 << 22
+"""Weights whose errors are computed at once, so that temporaries stay small."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Codes and grids of a stack of layers, and what the method reports of it."""
+    """Codes and grids of a layer, and what the method reports of it."""
 
     quantized: Quantized
     measured: dict[str, Any] = field(default_factory=dict)
 
 
-Rounding = Callable[[torch.Tensor, torch.Tensor, QuantScheme, torch.dtype, "Config"], Rounded]
-"""(weight float32 [N, K], Hessian float32 [K, K], scheme, dtype of the scales, options) → Rounded."""
+Rounding = Callable[[Sequence[torch.Tensor], FactoredHessian, QuantScheme, torch.dtype, "Config"], Sequence[Rounded]]
+"""(weights of layers with the same inputs, each [N_i, K]; their Hessian; scheme; dtype of the scales; options) → one
+for each layer."""
 
 
 def _gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, config: Config
-) -> Rounded:
-    result = quantize_gptq(
-        weight,
+    weights: Sequence[torch.Tensor], hessian: FactoredHessian, scheme: QuantScheme, dtype: torch.dtype, config: Config
+) -> list[Rounded]:
+    results = quantize_stack(
+        weights,
         hessian,
         scheme,
         dtype,
@@ -52,16 +55,16 @@ def _gptq(
         search_steps=config.scale_search,
         block_size=config.block_size,
     )
-    return Rounded(result.quantized, {"damping": result.damping, "dead_columns": result.dead})
+    return [Rounded(r.quantized, {"damping": r.damping, "dead_columns": r.dead}) for r in results]
 
 
 def _scaled(
-    weight: torch.Tensor, hessian: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype, config: Config
-) -> Rounded:
+    weights: Sequence[torch.Tensor], hessian: FactoredHessian, scheme: QuantScheme, dtype: torch.dtype, config: Config
+) -> list[Rounded]:
     """What follows the scaling of a weight and its inputs; errors of columns count by the columns' squared inputs."""
     if config.rounding == "gptq":
-        return _gptq(weight, hessian, scheme, dtype, config)
-    return Rounded(quantize_rtn(weight, scheme, dtype, config.scale_search, hessian.diagonal()))
+        return _gptq(weights, hessian, scheme, dtype, config)
+    return [Rounded(quantize_rtn(w, scheme, dtype, config.scale_search, hessian.diagonal)) for w in weights]
 
 
 ROUNDINGS: dict[str, Rounding] = {"gptq": _gptq, "awq": _scaled, "smoothquant": _scaled}
@@ -79,70 +82,76 @@ def round_group(model: nn.Module, targets: list[Target], group: InputGroup, conf
             where=names,
             what_to_do="Calibrate on more text, or give this module `method: rtn` in `overrides`.",
         )
-    cross = group.hessian.cross()
-    hessian = group.hessian.take_mean()
-    if not bool(torch.isfinite(hessian.diagonal()).all()):
+    cross = group.hessian.take_cross()
+    hessian = FactoredHessian(group.hessian.take_mean())
+    if not bool(torch.isfinite(hessian.diagonal).all()):
         raise RunError(
             "the inputs have NaN or infinite values",
             where=names,
             what_to_do="Check the weights before this module, or load the model in a wider dtype.",
         )
+    weights = {target.name: model.get_submodule(target.name).weight.detach() for target in targets}
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    if cross is not None:
+        with _factorizing(names):
+            stacked = torch.cat(list(weights.values()))
+            matched = matched_weight(stacked, hessian.matrix, cross, config.damping, config.match_original)
+        weights = dict(zip(weights, matched.split([len(weight) for weight in weights.values()])))
     stacks: dict[Any, list[Target]] = {}
     for target in targets:
-        stacks.setdefault((target.method, target.scheme), []).append(target)
-    return [line for stack in stacks.values() for line in _round_stack(model, stack, hessian, cross, config)]
-
-
-def _round_stack(
-    model: nn.Module, stack: list[Target], hessian: torch.Tensor, cross: torch.Tensor | None, config: Config
-) -> list[dict[str, Any]]:
-    started = time.perf_counter()
-    scheme = stack[0].scheme
-    weights = [model.get_submodule(target.name).weight.detach() for target in stack]
-    dtype, weight = weights[0].dtype, torch.cat(weights).float()
-    try:
-        if cross is not None:
-            weight = matched_weight(weight, hessian, cross, config.damping, config.match_original)
-        rounded = ROUNDINGS[stack[0].method](weight, hessian, scheme, dtype, config)
-    except NotPositiveDefinite as failure:
-        raise RunError(
-            f"{failure}, even with damping 1",
-            where=", ".join(target.name for target in stack),
-            what_to_do="Calibrate on more varied text, or give these modules `method: rtn` in `overrides`.",
-        ) from None
-    quantized = rounded.quantized
-    total, error, error_rtn = _energies(weight, quantized, scheme.bits, hessian)
-    seconds = (time.perf_counter() - started) / len(stack)
-    lines, start = [], 0
-    for target, own in zip(stack, weights):
-        rows = slice(start, start + own.shape[0])
-        start = rows.stop
-        zeros = None if quantized.zeros is None else quantized.zeros[rows]
-        packed = replace_linear(model, target, Quantized(quantized.codes[rows], quantized.scales[rows], zeros))
-        lines.append(
-            report_line(
-                target,
-                packed,
-                error=float(error[rows].sum() / total[rows].sum()),
-                error_rtn=float(error_rtn[rows].sum() / total[rows].sum()),
-                weighted=True,
-                **rounded.measured,
-                seconds=round(seconds, 4),
-            )
-        )
+        stacks.setdefault((target.method, target.scheme, dtypes[target.name]), []).append(target)
+    lines = []
+    for (_, _, dtype), stack in stacks.items():
+        lines += _round_stack(model, stack, [weights.pop(target.name) for target in stack], dtype, hessian, config)
     return lines
 
 
+def _round_stack(
+    model: nn.Module,
+    stack: list[Target],
+    weights: list[torch.Tensor],
+    dtype: torch.dtype,
+    hessian: FactoredHessian,
+    config: Config,
+) -> list[dict[str, Any]]:
+    """Quantize layers of one method and scheme, given the weights to be rounded; dtype: that of their scales."""
+    started, scheme = time.perf_counter(), stack[0].scheme
+    with _factorizing(", ".join(target.name for target in stack)):
+        rounded = ROUNDINGS[stack[0].method](weights, hessian, scheme, dtype, config)
+    lines = []
+    for target, weight, result in zip(stack, weights, rounded):
+        total, error, error_rtn = _energies(weight, result.quantized, scheme.bits, hessian)
+        packed = replace_linear(model, target, result.quantized)
+        measured = {"error": error / total, "error_rtn": error_rtn / total, "weighted": True, **result.measured}
+        lines.append(report_line(target, packed, **measured))
+    seconds = (time.perf_counter() - started) / len(stack)
+    for line in lines:
+        line["seconds"] = round(seconds, 4)
+    return lines
+
+
+@contextmanager
+def _factorizing(names: str) -> Iterator[None]:
+    """Turn a failed factorization into an error that names the layers."""
+    try:
+        yield
+    except NotPositiveDefinite as failure:
+        raise RunError(
+            f"{failure}, even with damping 1",
+            where=names,
+            what_to_do="Calibrate on more varied text, or give these modules `method: rtn` in `overrides`.",
+        ) from None
+
+
 def _energies(
-    weight: torch.Tensor, quantized: Quantized, bits: int, hessian: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every row, float32 [N]: the energy of `weight` [N, K], of the error made, and of that of nearest rounding."""
-    parts = []
-    for start in range(0, len(weight), MEASURED):
-        rows = slice(start, start + MEASURED)
-        own, part = weight[rows], quantized.rows(rows)
-        total = energy(own, hessian).clamp_(min=torch.finfo(torch.float32).tiny)
-        errors = energy(own - part.dequantize(bits), hessian), energy(own - part.nearest(own, bits), hessian)
-        parts.append((total, *errors))
-    total, error, error_rtn = (torch.cat(column) for column in zip(*parts))
-    return total, error, error_rtn
+    weight: torch.Tensor, quantized: Quantized, bits: int, hessian: FactoredHessian
+) -> tuple[float, float, float]:
+    """The energy of `weight` [N, K], of the error made, and of that of nearest rounding on the same grid."""
+    sums = torch.zeros(3, dtype=torch.float64, device=weight.device)
+    for start in range(0, len(weight), step := max(1, MEASURED // weight.shape[1])):
+        rows = slice(start, start + step)
+        own, part = weight[rows].float(), quantized.rows(rows)
+        for i, rounded in enumerate((None, part.dequantize(bits), part.nearest(own, bits))):
+            sums[i] += hessian.energy(own if rounded is None else rounded.sub_(own)).sum()
+    total, error, error_rtn = sums.tolist()
+    return max(total, torch.finfo(torch.float32).tiny), error, error_rtn

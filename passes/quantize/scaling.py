@@ -14,6 +14,7 @@ import torch
 
 from ...runtime.decoder_blocks import BlockCall
 from .awq import Layer, ScaleChoice, search_scales
+from .collect import on_one_sequence
 from .folding import BlockOutput, Fold, apply_fold, find_folds, shared_modules
 from .samples import InputSample, sampling
 from .smoothquant import search_strength
@@ -85,22 +86,12 @@ def _choose(
 
 def _probe(work: BlockWork) -> BlockOutput:
     """Runs the block on one sequence of the first batch, or on all of it where its arguments do not allow that."""
-    batch = work.captured[0]
-    call, hidden = batch.calls[work.index], batch.hidden
-    rows = hidden.shape[0]
 
-    def first(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value[:1] if value.dim() and value.shape[0] == rows else value
-        return type(value)(map(first, value)) if type(value) in (tuple, list) else value
-
-    kwargs = {name: first(value) for name, value in call.kwargs.items()}
-    one = BlockCall(first(call.args), kwargs, call.by_keyword)
-    try:
-        one.run(work.block, hidden[:1])
-    except (RuntimeError, IndexError, ValueError):
+    def probe(call: BlockCall, hidden: torch.Tensor) -> BlockOutput:
+        call.run(work.block, hidden)
         return lambda: call.run(work.block, hidden)
-    return lambda: one.run(work.block, hidden[:1])
+
+    return on_one_sequence(work.captured[0], work.index, probe)
 
 
 def _rescale(hessian: Hessian, columns: torch.Tensor) -> None:

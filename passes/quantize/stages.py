@@ -16,10 +16,11 @@ from torch import nn
 
 from ...runtime.decoder_blocks import CapturedBatch
 from .apply import check_weight, rtn_module
-from .collect import call_order, collect
+from .collect import call_order, collect, on_one_sequence
 from .config import CALIBRATED
-from .hessian import InputGroup
-from .live import LiveStates
+from .hessian import Hessian, InputGroup
+from .live import LiveStates, Stash
+from .parts import Parts, dense, plan_parts
 from .rounding import round_group
 from .scaling import scale_block
 
@@ -34,7 +35,8 @@ class BlockWork:
 
     original: an unquantized copy of the block, where layers are fitted to the original model's outputs. live: where the
     states after the block go; last: whether no later block needs them. groups: Hessians of all calibrated layers as the
-    block is now, where a transform has gathered them; facts: what it reports of layers, by name.
+    block is now, where a transform has gathered them; facts: what it reports of layers, by name. handed_on: whether the
+    batches' states are those after the block already.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class BlockWork:
     groups: list[InputGroup] | None = None
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
+    handed_on: bool = False
 
     @property
     def calibrated(self) -> list[Target]:
@@ -97,30 +100,78 @@ def round_without_data(work: BlockWork) -> None:
 
 
 def round_on_calibration(work: BlockWork) -> None:
-    """Quantize the other layers, all on the same pass over the block, or one after another (`true_sequential`)."""
+    """Quantize the other layers: one after another on what is quantized before them, if `true_sequential` is set or the
+    block can be run in parts for it, else all on the same pass over the block as it was.
+    """
     calibrated = {target.name: target for target in work.calibrated}
     if not calibrated:
         return
-    steps = [list(calibrated)]
-    if work.config.true_sequential:
-        steps = call_order(work.block, work.index, work.layers(steps[0]), work.captured[0])
-    for names in steps:
-        groups = work.collect(names, whole=names is steps[-1]) if work.groups is None else work.groups
-        for group in groups:
-            work.lines += round_group(work.model, [calibrated[name] for name in group.names], group, work.config)
+    parts = _parts(work, calibrated)
+    if parts is not None:
+        _round_in_parts(work, parts, calibrated)
+    else:
+        steps = [list(calibrated)]
+        if work.config.true_sequential:
+            steps = call_order(work.block, work.index, work.layers(steps[0]), work.captured[0])
+        for names in steps:
+            groups = work.collect(names, whole=names is steps[-1]) if work.groups is None else work.groups
+            for group in groups:
+                work.lines += round_group(work.model, [calibrated[name] for name in group.names], group, work.config)
     for line in work.lines:
+        if line["name"] in calibrated:
+            line["sequential"] = parts is not None or bool(work.config.true_sequential)
         line.update(work.facts.get(line["name"], {}))
+
+
+def _parts(work: BlockWork, calibrated: dict[str, Target]) -> Parts | None:
+    """How the block is run in parts; None where it cannot be, or the layers are not to be calibrated so."""
+    wanted = work.config.true_sequential is not False
+    if not wanted or work.groups is not None or work.original is not None:
+        return None
+    names = {module: name for name, module in work.block.named_modules()}
+    layers = {names[layer]: layer for layer in work.layers(list(calibrated)).values()}
+    parts = on_one_sequence(
+        work.captured[0], work.index, lambda call, hidden: plan_parts(work.block, layers, call, hidden)
+    )
+    if parts is not None and work.live.offload:
+        parts.stash = Stash(work.live.scratch)
+    return parts
+
+
+def _round_in_parts(work: BlockWork, parts: Parts, calibrated: dict[str, Target]) -> None:
+    """Quantize the layers part by part; the last run through the block hands its states on."""
+    own = {module: name for name, module in work.block.named_modules()}
+    full = {own[layer]: name for name, layer in work.layers(list(calibrated)).items()}
+    before: tuple[str, ...] = ()
+    for number, part in enumerate(parts.parts):
+        layer = work.block.get_submodule(part.names[0])
+        hessian = Hessian(layer.in_features, layer.weight.device)
+        with dense(work.block, before), parts.entered(number):
+            for key, batch in enumerate(work.captured):
+                hessian.add(parts.run_to(number, key, batch.calls[work.index], batch.hidden))
+        targets = [calibrated[full[name]] for name in part.names]
+        group = InputGroup([target.name for target in targets], hessian, number)
+        work.lines += round_group(work.model, targets, group, work.config)
+        before = part.names
+    if not work.last:
+        with dense(work.block, before), parts.entered(len(parts.parts)):
+            for key, batch in enumerate(work.captured):
+                batch.hidden = parts.run_through(key, batch.calls[work.index], batch.hidden)
+                work.live.keep(key, batch)
+    parts.stash.clear()
+    work.handed_on = True
 
 
 def hand_on(work: BlockWork) -> None:
     """Replace each batch's hidden state by the output of the block as it is now, unless no later block needs it."""
-    if work.last:
+    if work.last or work.handed_on:
         return
-    for number, batch in enumerate(work.captured):
-        if work.original is not None:
-            batch.original = batch.followed
-        batch.hidden = batch.calls[work.index].run(work.block, batch.hidden)
-        work.live.keep(number, batch)
+    with dense(work.block):
+        for number, batch in enumerate(work.captured):
+            if work.original is not None:
+                batch.original = batch.followed
+            batch.hidden = batch.calls[work.index].run(work.block, batch.hidden)
+            work.live.keep(number, batch)
 
 
 STAGES: tuple[Stage, ...] = (check, transform, round_without_data, round_on_calibration, hand_on)

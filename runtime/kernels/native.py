@@ -73,6 +73,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llmopt_write_kv": (I, [I, I, I, I, I, P, P, I, P, P, P]),
     "llmopt_advise_huge": (None, [P, I64]),
     "llmopt_attention": (I, [I, I, I, I, I, P, P, I, P, P, I, P, P, P, I, F, F, I, P, I]),
+    "llmopt_outer_products": (I, [I, I, P, I64, P]),
+    "llmopt_round_columns": (I, [I, I64, P, P, I64, P, P, P, P, F, P, P]),
     "llmopt_decoder_create": (P, [P, P]),
     "llmopt_decoder_free": (None, [P]),
     "llmopt_decoder_set_rope": (None, [P, I, P, P, I, I]),
