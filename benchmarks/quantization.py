@@ -56,6 +56,7 @@ class Row:
         return f"{self.grid}, {self.name}"
 
 
+SOURCE = "unquantized"
 BEST = {"method": "awq", "rounding": "gptq"}
 
 
@@ -191,10 +192,9 @@ class Run:
     def go(self, chosen: list[Row]) -> None:
         self.write_tokens()
         done, windows = self.result["rows"], str(self.args.windows)
-        if "unquantized" not in done or windows not in done["unquantized"].get("quality", {}):
-            done.setdefault("unquantized", {"name": "unquantized"})
-            self.evaluate({"unquantized": self.args.model})
         waiting: dict[str, Path] = {}
+        if windows not in done.setdefault(SOURCE, {"name": SOURCE}).get("quality", {}):
+            waiting[SOURCE] = self.args.model
         for row in chosen:
             if not self.args.redo and windows in done.get(row.key, {}).get("quality", {}):
                 continue
@@ -224,8 +224,9 @@ class Run:
             return
         self.evaluate(waiting)
         if not self.args.keep:
-            for folder in waiting.values():
-                shutil.rmtree(folder)
+            for key, folder in waiting.items():
+                if key != SOURCE:
+                    shutil.rmtree(folder)
         waiting.clear()
 
 
