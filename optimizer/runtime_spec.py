@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 AttentionBackend = Literal["auto", "flash_attn", "sdpa", "eager"]
 KVCacheKind = Literal["dynamic", "paged", "static", "sliding", "offloaded"]
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8", "int4"]
-DraftKind = Literal["none", "ngram", "model"]
+DraftKind = Literal["none", "ngram", "suffix", "model", "layer_skip"]
 ActivationFormat = Literal["none", "int8"]
 HeadFormat = Literal["stored", "int8", "int4"]
 
@@ -39,6 +39,9 @@ class DraftSpec(Spec):
     kind: DraftKind = Field("none", description="Where drafted tokens come from.")
     num_tokens: int | None = Field(None, ge=1, description="Tokens drafted a step; None is automatic.")
     max_ngram: int = Field(3, ge=1, description="Longest n-gram that `ngram` looks up.")
+    history: int | None = Field(None, ge=1, description="Tokens of earlier outputs that `suffix` also looks at.")
+    layers: list[int] | None = Field(None, min_length=1, description="Layers that `layer_skip` drafts with, ascending.")
+    acceptance: float | None = Field(None, ge=0, le=1, description="Acceptance rate that was measured.")
     model: str | None = Field(None, description="Draft model: folder inside the artifact, or hub id.")
     revision: str | None = Field(None, description="Revision of the draft model on the hub.")
     sha256: str | None = Field(None, description="Hash of the draft model's source when it was paired.")

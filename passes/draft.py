@@ -1,11 +1,13 @@
-"""Pass `draft`: where the tokens that speculative decoding verifies come from."""
+"""Pass `draft`: where the tokens that speculative decoding verifies come from, and whether they pay."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..optimizer.base import Context, Options, Pass, PassReport, PlanItem
 from ..optimizer.errors import LlmoptError, RunError
@@ -13,14 +15,20 @@ from ..optimizer.runtime_spec import DraftSpec
 
 if TYPE_CHECKING:
     from ..optimizer.model import LoadedModel, ModelInfo, SourceIdentity
+    from .draft_measure import Measured
+
+OWNED = {"model": "model", "revision": "model", "max_ngram": "ngram", "history": "suffix", "layers": "layer_skip"}
+"""Options → the kind that they belong to; kind `auto` takes all but `layers`."""
 
 
 class Draft(Pass):
-    """Records a draft source in the RuntimeSpec; changes no weights.
+    """Chooses a draft source, measures its acceptance and speed-up on this machine, and records it in the RuntimeSpec.
 
-    `ngram` proposes what followed the last tokens earlier in the text (prompt lookup, Saxena 2023). `model` lets a
-    second, smaller model propose (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192); its tokenizer must be the
-    model's own: vocabulary, special tokens and the encoding of probe texts are compared.
+    Changes no weights. `ngram` proposes what followed the last tokens earlier in the text (prompt lookup, Saxena 2023),
+    `suffix` what followed the text's longest suffix that occurred before, `model` lets a second, smaller model propose
+    (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; its tokenizer must be the model's own), `layer_skip` the
+    model's own layers in part (Zhang et al. 2023, https://arxiv.org/abs/2309.08168). `auto` takes the fastest of all
+    that the model allows. What would slow the user down is refused with the figures, unless `force` is set.
     """
 
     name = "draft"
@@ -30,30 +38,61 @@ class Draft(Pass):
     conflicts: ClassVar[frozenset[str]] = frozenset({"draft"})
 
     class Config(Options):
-        kind: Literal["ngram", "model"] = Field("ngram", description="`ngram` (no second model) or `model`.")
+        kind: Literal["ngram", "suffix", "model", "layer_skip", "auto"] = Field(
+            "ngram", description="`ngram`, `suffix`, `model`, `layer_skip`, or `auto`: the fastest of them as measured."
+        )
         num_tokens: int | None = Field(
-            None, ge=1, le=64, description="Tokens drafted a step; none adapts to how many were accepted."
+            None, ge=1, le=64, description="Tokens drafted a step; `auto` or none adapts to acceptance and load."
         )
         max_ngram: int = Field(3, ge=1, le=32, description="Longest n-gram that `ngram` looks up.")
+        history: int | None = Field(
+            None,
+            ge=2,
+            description="Tokens of earlier outputs, of any request, that `suffix` also looks at; none: none.",
+        )
+        layers: list[int] | None = Field(
+            None, min_length=1, description="Layers that `layer_skip` runs, ascending; none: chosen by measurement."
+        )
         model: str | None = Field(None, description="Draft model for kind `model`: folder, hub id or short name.")
         revision: str | None = Field(None, description="Revision of the draft model on the hub.")
+        measure: bool = Field(True, description="Measure on this machine; without it nothing can be refused.")
+        min_speedup: float = Field(
+            1.0, ge=0, description="Least speed-up over plain decoding; below it by more than its error is a refusal."
+        )
+        min_acceptance: float = Field(0.0, ge=0, le=1, description="Least share of drafts that must be accepted.")
+        force: bool = Field(False, description="Keep a pairing that is below the limits, with a note.")
+        prompts: list[str] | None = Field(
+            None, min_length=1, description="Prompts to measure on; none: beginnings of calibration sequences."
+        )
+        num_prompts: int = Field(6, ge=1, le=256, description="Calibration sequences to measure on.")
+        new_tokens: int = Field(48, ge=8, le=2048, description="Tokens to generate for each prompt.")
+
+        @field_validator("num_tokens", mode="before")
+        @classmethod
+        def _automatic(cls, value: Any) -> Any:
+            return None if value == "auto" else value
 
         @model_validator(mode="after")
         def _possible(self) -> Draft.Config:
             if self.kind == "model" and not self.model:
                 raise ValueError("kind: model needs `model`, the draft model's folder, hub id or short name")
-            if self.kind == "ngram" and (self.model or self.revision):
-                raise ValueError("`model` and `revision` belong to kind: model, not to kind: ngram")
-            if self.kind == "model" and "max_ngram" in self.model_fields_set:
-                raise ValueError("`max_ngram` belongs to kind: ngram, not to kind: model")
+            if self.kind not in ("model", "auto") and (self.model or self.revision):
+                raise ValueError(f"`model` and `revision` belong to kind: model, not to kind: {self.kind}")
+            for option in ("max_ngram", "history", "layers"):
+                owner = OWNED[option]
+                fits = self.kind == owner or (self.kind == "auto" and option != "layers")
+                if option in self.model_fields_set and getattr(self, option) is not None and not fits:
+                    raise ValueError(f"`{option}` belongs to kind: {owner}, not to kind: {self.kind}")
+            if not self.measure and (self.kind == "auto" or (self.kind == "layer_skip" and self.layers is None)):
+                raise ValueError(f"kind: {self.kind} is chosen by measurement, which `measure: false` forbids")
             return self
 
     config: Config
 
     def plan(self, info: ModelInfo) -> PlanItem:
-        """For `model`: finds the draft and compares tokenizers; what does not hold is a refusal."""
+        """For a draft model: finds it and compares tokenizers; what does not hold is a refusal."""
         refusals, notes = [], []
-        if self.config.kind == "model":
+        if self.config.model:
             try:
                 source = self._source()
                 self._check(source, info.source.folder, info.trust_remote_code)
@@ -61,36 +100,131 @@ class Draft(Pass):
             except LlmoptError as error:
                 refusals.append(str(error))
         return PlanItem(
-            summary=f"speculative decoding with {self._description()}",
+            summary=f"speculative decoding with {self._description(self.config.kind)}",
             refusals=refusals,
             notes=notes,
             runtime={"draft": {"kind": self.config.kind, "model": self.config.model}},
         )
 
     def run(self, model: LoadedModel, context: Context) -> PassReport:
-        """Write the specification. Raises RunError where the draft's tokenizer is not the model's."""
-        spec = DraftSpec(
-            kind=self.config.kind,
-            num_tokens=self.config.num_tokens,
-            max_ngram=self.config.max_ngram,
-            model=self.config.model,
-            revision=self.config.revision,
-        )
-        if self.config.kind == "model":
-            source = self._source()
-            self._check(source, model.source.folder, model.trust_remote_code)
-            spec.sha256 = source.sha256
-            spec.revision = source.revision
-            if source.kind != "hub":
-                spec.model = str(source.folder)
-        model.runtime.draft = spec
-        return PassReport(f"speculative decoding with {self._description()}", details=spec.model_dump())
+        """Measure and write the specification.
 
-    def _description(self) -> str:
+        Raises RunError where the draft's tokenizer is not the model's, and, with the figures, where the pairing is
+        below `min_speedup` or `min_acceptance` without `force`.
+        """
+        source = self._source() if self.config.model else None
+        if source is not None:
+            self._check(source, model.source.folder, model.trust_remote_code)
+        specs = self._specs(source)
+        details: dict[str, Any] = {}
+        spec, words = specs[0], ""
+        if self.config.measure:
+            with weights_in_memory(model) as reason:
+                if reason is None:
+                    best = self._choose(model, context, specs, source, details)
+                    spec, words = best.spec, f" ({best})"
+                elif self.config.kind in ("ngram", "suffix", "model"):
+                    context.note("note", f"drafts were not measured: {reason}")
+                else:
+                    raise RunError(f"kind: {self.config.kind} is chosen by measurement, but {reason}", self.name)
+        model.runtime.draft = spec
+        return PassReport(
+            f"speculative decoding with {self._description(spec.kind)}{words}",
+            details={**spec.model_dump(exclude_none=True), **details},
+        )
+
+    def _choose(
+        self,
+        model: LoadedModel,
+        context: Context,
+        specs: list[DraftSpec],
+        source: SourceIdentity | None,
+        details: dict[str, Any],
+    ) -> Measured:
+        from .draft_measure import measure, take_prompts, target_runner
+
+        prompts = take_prompts(model, context, self.config.prompts, self.config.num_prompts)
+        with target_runner(model) as runner:
+            for spec in [s for s in specs if s.kind == "layer_skip" and s.layers is None]:
+                tried = self._choose_layers(runner, prompts)
+                if tried is None and self.config.kind != "auto":
+                    raise RunError(f"{type(runner).__name__} cannot run a part of the model's layers", self.name)
+                if tried is None:
+                    specs.remove(spec)
+                    continue
+                details["layer_trials"] = tried[:8]
+                spec.layers = list(tried[0]["layers"])
+            found = measure(
+                runner, specs, None if source is None else source.folder, prompts, self.config.new_tokens, context
+            )
+        details["measured"] = {one.spec.kind: one.as_dict() for one in found}
+        best = max(found, key=lambda one: one.speedup)
+        if best.spec.kind in ("model", "layer_skip"):
+            best.spec.acceptance = round(best.acceptance, 4)
+        self._judge(best, context, found)
+        return best
+
+    def _choose_layers(self, runner: Any, prompts: list[list[int]]) -> list[dict[str, Any]] | None:
+        """The candidates as dicts, the most promising first; None where the runner cannot run a part."""
+        from dataclasses import asdict
+        from functools import partial
+
+        from ..runtime.draft_setup import own_layers, runs_parts
+        from ..runtime.engine.draft_costs import measure as measure_costs
+        from ..runtime.engine.draft_layers import DEPTH, try_layers
+
+        texts = [prompt for prompt in prompts if len(prompt) > DEPTH]
+        if not runs_parts(runner) or not texts:
+            return None
+        trials = try_layers(runner, partial(own_layers, runner), measure_costs(runner), texts)
+        return [asdict(trial) for trial in trials]
+
+    def _judge(self, best: Measured, context: Context, found: list[Measured]) -> None:
+        faults = []
+        if best.speedup * (1 + best.error) < self.config.min_speedup:
+            faults.append(f"it reaches {best.speedup:.2f} of the {self.config.min_speedup:g} times asked for")
+        if best.acceptance < self.config.min_acceptance:
+            faults.append(f"{best.acceptance:.0%} are accepted of the {self.config.min_acceptance:.0%} asked for")
+        if not faults:
+            return
+        figures = "; ".join(str(one) for one in found)
+        if not self.config.force:
+            raise RunError(
+                f"drafting by {best.spec.kind} does not pay: {' and '.join(faults)}. Measured: {figures}",
+                where=self.name,
+                what_to_do="Leave the pass out, choose another kind, or keep it with force: true.",
+            )
+        context.note("note", f"kept by force although {' and '.join(faults)}")
+
+    def _specs(self, source: SourceIdentity | None) -> list[DraftSpec]:
+        """What to try: one, or for `auto` all that the options allow."""
+        config = self.config
+        kinds: list[Any] = [config.kind]
+        if config.kind == "auto":
+            kinds = ["ngram", "suffix", *(["model"] if source else []), "layer_skip"]
+        specs = []
+        for kind in kinds:
+            spec = DraftSpec(kind=kind, num_tokens=config.num_tokens, max_ngram=config.max_ngram)
+            if kind == "suffix":
+                spec.history = config.history
+            if kind == "layer_skip":
+                spec.layers = config.layers
+            if kind == "model" and source is not None:
+                spec.model = config.model if source.kind == "hub" else str(source.folder)
+                spec.sha256, spec.revision = source.sha256, source.revision
+            specs.append(spec)
+        return specs
+
+    def _description(self, kind: str) -> str:
         count = self.config.num_tokens or "an adaptive number of"
-        if self.config.kind == "ngram":
-            return f"{count} tokens from n-grams of up to {self.config.max_ngram}"
-        return f"{count} tokens from {self.config.model}"
+        sources = {
+            "ngram": f"n-grams of up to {self.config.max_ngram}",
+            "suffix": "the text's repeated suffixes",
+            "model": str(self.config.model),
+            "layer_skip": "a part of the model's own layers",
+            "auto": "the fastest source",
+        }
+        return f"{count} tokens from {sources[kind]}"
 
     def _source(self) -> SourceIdentity:
         from ..optimizer.sources import resolve
@@ -110,3 +244,19 @@ class Draft(Pass):
                 where=f"{self.name}.model {self.config.model}",
                 what_to_do="Choose a draft model of the same family.",
             )
+
+
+@contextmanager
+def weights_in_memory(model: LoadedModel) -> Iterator[str | None]:
+    """All weights for the duration, yielding None; or, where they do not fit beside a runner's copy, the reason."""
+    if model.weights is None:
+        yield None
+        return
+    from ..runtime.memory import available_memory
+
+    size, free = model.weights.nbytes, available_memory()
+    if 2.2 * size > free:
+        yield f"the model takes {size / 2**20:,.0f} MiB, twice, and {free / 2**20:,.0f} MiB are available"
+        return
+    with model.loaded(""):
+        yield None

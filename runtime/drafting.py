@@ -1,4 +1,6 @@
-"""Drafted tokens for a single sequence: from n-grams of its own text, or from a smaller model.
+"""Drafted tokens for a single sequence of the static engine: from its own text, or from a smaller model.
+
+The engine with continuous batching has its own, for many requests at once (`engine/draft_speculator.py`).
 
 Drafts are proposed as certain, and verified by sampling every position as plain decoding would (see
 `engine/sampler.py`), so they change how many tokens a step gives, never which.
@@ -7,11 +9,7 @@ Drafts are proposed as certain, and verified by sampling every position as plain
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-from ..optimizer.errors import RunError
-from ..optimizer.runtime_spec import DraftSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,10 +31,6 @@ class Drafter(Protocol):
         """Forget the sequence; the next call brings another one."""
         ...
 
-    def sibling(self) -> Drafter:
-        """One like this, for another sequence."""
-        ...
-
 
 class NgramDrafter:
     """Proposes what followed the longest n-gram that the text ends with, where that came last before.
@@ -53,9 +47,6 @@ class NgramDrafter:
     def reset(self) -> None:
         self._tokens: list[int] = []
         self._next: dict[tuple[int, ...], int] = {}
-
-    def sibling(self) -> NgramDrafter:
-        return NgramDrafter(self.max_ngram)
 
     def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
         known = len(self._tokens)
@@ -79,6 +70,21 @@ class NgramDrafter:
         self._tokens.append(token)
 
 
+class SuffixDrafter:
+    """Proposes what followed the longest suffix of the text that occurred before, where that came last."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        from .engine.draft_lookup import SuffixIndex
+
+        self._index = SuffixIndex()
+
+    def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        return self._index.find(token_ids, count)[0]
+
+
 class ModelDrafter:
     """Greedy continuation by a smaller model of the same vocabulary, with a cache of its own.
 
@@ -95,9 +101,6 @@ class ModelDrafter:
     def reset(self) -> None:
         self._cache = self._forward.new_cache(rollback=True)
         self._seen: list[int] = []
-
-    def sibling(self) -> ModelDrafter:
-        return ModelDrafter(self._forward.model, self._vocab_size)
 
     def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
         import torch
@@ -135,49 +138,25 @@ class DraftLength:
 
 
 def make_drafter(target: OpenedModel) -> Drafter | None:
-    """The drafter that a model's RuntimeSpec asks for; None for kind `none`.
+    """The drafter that a model's RuntimeSpec asks for; None for kind `none`, and, with a note, for `layer_skip`.
 
-    A draft model is a folder inside the artifact, another folder, or a hub id that is in the local cache. Raises
-    RunError where it is not there, or lies outside the artifact and is not the one that was paired with it.
+    Raises as `checked_draft_folder` does.
     """
-    spec, folder = target.runtime.draft, target.folder
-    if spec.kind == "none":
-        return None
+    from .draft_setup import checked_draft_folder
+
+    spec = target.runtime.draft
     if spec.kind == "ngram":
         return NgramDrafter(spec.max_ngram)
+    if spec.kind == "suffix":
+        return SuffixDrafter()
+    if spec.kind == "layer_skip":
+        target.note("drafts are off: the static engine cannot run a part of the model's layers", "fallback")
+    where = checked_draft_folder(target)
+    if where is None:
+        return None
     from .cached_forward import vocabulary_size
     from .open import open_model
 
-    where = draft_folder(spec, folder)
-    if spec.sha256 is not None and not where.is_relative_to(folder):
-        from ..optimizer.sources import folder_sha256
-
-        if folder_sha256(where) != spec.sha256:
-            raise RunError(
-                "the draft model is not the one that was paired with this artifact",
-                where=str(where),
-                what_to_do="Fetch that one, or load with draft=False.",
-            )
     module = target.module
     opened = open_model(where, str(module.device), str(module.dtype).removeprefix("torch."))
     return ModelDrafter(opened.module, vocabulary_size(module))
-
-
-def draft_folder(spec: DraftSpec, folder: Path) -> Path:
-    """Where the draft model lies. Raises RunError where it is not on this machine."""
-    name = spec.model or ""
-    inside = folder / name
-    if name and inside.is_dir() and inside.resolve().is_relative_to(folder.resolve()):
-        return inside
-    if name and spec.sha256 is not None and Path(name).is_dir():  # outside: only what its hash vouches for
-        return Path(name)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, revision=spec.revision, local_files_only=True))
-    except Exception as error:  # huggingface_hub raises many kinds: not an id, not cached, not readable
-        raise RunError(
-            f"the draft model {name!r} is not on this machine",
-            where=str(folder),
-            what_to_do="Fetch it into the hub cache, or load with draft=False.",
-        ) from error

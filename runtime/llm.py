@@ -45,7 +45,7 @@ def load(
     trust_remote_code: bool = False,
     verify: bool = True,
     attention: str | None = None,
-    draft: bool = True,
+    draft: bool | dict[str, Any] = True,
     **engine_options: Any,
 ) -> LLM:
     """Open an artifact or a plain Hugging Face folder and make it ready to generate.
@@ -54,7 +54,8 @@ def load(
     engine: "native" (continuous batching), "static" (`StaticBatch`), or "auto": native where it supports the model,
         else static with a note.
     verify: check the artifact's hashes. attention: overrides the RuntimeSpec's backend. draft: False turns the
-        RuntimeSpec's speculation off. engine_options: further settings of the native engine.
+        RuntimeSpec's speculation off, a dict takes its place (`{"kind": "ngram"}`: fields of DraftSpec).
+        engine_options: further settings of the native engine.
 
     Raises UsageError for a wrong argument, RunError for a damaged model or one that asks for what is not there.
     """
@@ -92,7 +93,7 @@ class LLM:
         opened: OpenedModel,
         *,
         engine: EngineName = "auto",
-        draft: bool = True,
+        draft: bool | dict[str, Any] = True,
         release: bool = False,
         **engine_options: Any,
     ) -> LLM:
@@ -102,7 +103,11 @@ class LLM:
         longer run by itself.
         """
         from .backends import make_backend
+        from .draft_setup import with_draft
 
+        if isinstance(draft, dict):
+            with_draft(opened, draft)
+            draft = True
         return cls(opened, make_backend(opened, engine, draft, release, engine_options))
 
     @property

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import RunError, UsageError, did_you_mean
 from .completion import Chunk
-from .drafting import Drafter, DraftLength, make_drafter
+from .draft_setup import checked_draft_folder, make_speculator
 
 if TYPE_CHECKING:
     from .engine.loop import RequestHandle
     from .engine.outputs import RequestOutput
-    from .engine.request import Request
     from .engine.sampling_params import SamplingParams
     from .open import OpenedModel
-
-MOST_DRAFTING = 4
-"""Requests that may run at once while drafts are made: a larger batch is busy enough without."""
 
 
 class NativeBackend:
@@ -47,21 +43,25 @@ class NativeBackend:
         for_runner.update(max_num_batched_tokens=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
         if spec.kv_cache.block_size is not None:
             for_runner.setdefault("block_size", spec.kv_cache.block_size)
-        drafter = make_drafter(opened) if draft else None
+        folder = checked_draft_folder(opened) if draft else None
         runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
         self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
         self.notes += linear_notes(spec.linear, runner, given)
         self.context_length: int | None = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.extra_weight_bytes = getattr(getattr(runner, "decoder", None), "weight_bytes", 0)
+        drafter = make_speculator(spec.draft, runner, scheduler, folder, self._note) if draft else None
         self.engine = Engine(
             runner,
             opened.tokenizer,
             scheduler=scheduler,
             eos_token_ids=opened.eos_token_ids,
-            drafter=None if drafter is None else RequestDrafter(drafter, spec.draft.num_tokens),
+            drafter=drafter,
         )
         self._loop = EngineLoop(self.engine)
+
+    def _note(self, message: str, kind: str = "note") -> None:
+        self.notes.append({"stage": "load", "kind": kind, "message": message})
 
     def stream(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
@@ -172,39 +172,3 @@ def _chunk(number: int, output: RequestOutput) -> Chunk:
         prompt_logprobs=output.prompt_logprobs,
         error=output.error,
     )
-
-
-class RequestDrafter:
-    """The engine's drafter: a sequence's own `Drafter` for each of the few requests that run.
-
-    first: the drafter of the first request, and the pattern of the others. fixed: tokens a step, None adapts.
-    """
-
-    def __init__(self, first: Drafter, fixed: int | None) -> None:
-        self._spare: list[Drafter] = [first]
-        self._fresh: Callable[[], Drafter] = first.sibling
-        self._fixed = fixed
-        self._running: dict[int, tuple[Drafter, DraftLength]] = {}
-
-    def propose(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-        if len(requests) > MOST_DRAFTING:
-            return [()] * len(requests)
-        return [self._propose(request) for request in requests]
-
-    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        if request.id in self._running:
-            self._running[request.id][1].update(num_drafts, num_accepted)
-
-    def forget(self, request: Request) -> None:
-        drafter, _ = self._running.pop(request.id, (None, None))
-        if drafter is not None and len(self._spare) < MOST_DRAFTING:
-            drafter.reset()
-            self._spare.append(drafter)
-
-    def _propose(self, request: Request) -> tuple[int, ...]:
-        if request.id not in self._running:
-            drafter = self._spare.pop() if self._spare else self._fresh()
-            self._running[request.id] = (drafter, DraftLength(self._fixed))
-        drafter, length = self._running[request.id]
-        count = min(length.now, request.max_total_tokens - request.num_tokens - 1)
-        return drafter.propose(request.token_ids, count) if count > 0 else ()

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.optimizer.errors import RunError
 from llmopt.optimizer.runtime_spec import DraftSpec
-from llmopt.runtime.drafting import FIRST_LENGTH, LONGEST, DraftLength, NgramDrafter, draft_folder, make_drafter
+from llmopt.runtime.draft_setup import draft_folder
+from llmopt.runtime.drafting import FIRST_LENGTH, LONGEST, DraftLength, NgramDrafter, make_drafter
 
 
 def looked_up(tokens: list[int], longest: int, shortest: int, count: int) -> tuple[int, ...]:

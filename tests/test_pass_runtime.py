@@ -164,7 +164,7 @@ def test_caches_that_the_runtime_does_not_have_are_refused(prepared, options):
 
 def test_ngram_drafts(prepared):
     model, context = prepared
-    item = Draft(num_tokens=4, max_ngram=2)
+    item = Draft(num_tokens=4, max_ngram=2, measure=False)
     assert item.plan(context.info).refusals == []
     item.run(model, context)
     assert model.runtime.draft.model_dump(exclude_none=True) == {"kind": "ngram", "num_tokens": 4, "max_ngram": 2}
@@ -187,7 +187,7 @@ def test_impossible_drafts_are_config_errors(options, words):
 def test_a_draft_model_of_the_same_tokenizer(prepared, make_model):
     model, context = prepared
     draft = make_model(num_hidden_layers=1)
-    item = Draft(kind="model", model=str(draft))
+    item = Draft(kind="model", model=str(draft), measure=False)
     assert item.plan(context.info).refusals == []
     item.run(model, context)
     assert model.runtime.draft.kind == "model"

@@ -111,7 +111,7 @@ def test_model_in_memory(tiny_model, tmp_path):
 
 def test_local_draft_model_travels_with_the_artifact(tiny_model, make_model, tmp_path):
     draft = make_model(num_hidden_layers=1, seed=5)
-    artifact = run(tiny_model, [{"draft": {"kind": "model", "model": str(draft)}}], tmp_path / "out")
+    artifact = run(tiny_model, [{"draft": {"kind": "model", "model": str(draft), "force": True}}], tmp_path / "out")
     assert artifact.manifest.runtime.draft.model == "draft"
     assert "draft/model.safetensors" in artifact.manifest.files
     import shutil

@@ -29,6 +29,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
         self.ref_counts = [0] * num_blocks
+        self.versions = [0] * num_blocks
+        """How often each block was handed out: what is known of a block's content holds for one version of it."""
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.cached: dict[bytes, int] = {}
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -48,6 +50,7 @@ class BlockPool:
             self.hashes[block] = None
             del self.cached[digest]
         self.ref_counts[block] = 1
+        self.versions[block] += 1
         return block
 
     def acquire(self, block: int) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from .metrics import EngineMetrics
 from .protocols import Drafter
 from .request import Request
+from .scheduler import Scheduler
 from .step_results import RowResult
 
 
-def propose(drafter: Drafter, running: Sequence[Request]) -> list[tuple[Request, Exception]]:
+def propose(drafter: Drafter, scheduler: Scheduler) -> list[tuple[Request, Exception]]:
     """Set `drafts` of the requests that decode next. Returns those for which the drafter raises, asked one by one."""
-    ready = [request for request in running if request.num_tokens - request.num_computed == 1]
+    ready: list[Request] = []
+    others = 0
+    for request in scheduler.running:
+        missing = len(request.token_ids) - request.num_computed
+        if missing == 1:
+            ready.append(request)
+        else:
+            others += missing
     if not ready:
         return []
+    begin = getattr(drafter, "begin", None)
+    if begin is not None:
+        begin(scheduler, ready, others)
     failed: list[tuple[Request, Exception]] = []
     try:
         proposals = [tuple(drafts) for drafts in drafter.propose(ready)]
@@ -36,12 +45,21 @@ def observe(drafter: Drafter | None, result: RowResult, counters: EngineMetrics)
     counters.spec_decode_num_drafts_total += 1
     counters.spec_decode_num_draft_tokens_total += result.num_drafts
     counters.spec_decode_num_accepted_tokens_total += result.num_accepted
+    count_positions(counters.spec_decode_num_draft_tokens_per_pos_total, result.num_drafts)
+    count_positions(counters.spec_decode_num_accepted_tokens_per_pos_total, result.num_accepted)
     if drafter is None:
         return
     try:
         drafter.observe(result.request, result.num_drafts, result.num_accepted)
     except Exception as error:
         result.error = error
+
+
+def count_positions(counts: list[int], number: int) -> None:
+    """One more at each of the first `number` positions."""
+    counts.extend([0] * (number - len(counts)))
+    for position in range(number):
+        counts[position] += 1
 
 
 def forget(drafter: Drafter, request: Request) -> None:

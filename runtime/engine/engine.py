@@ -132,6 +132,10 @@ class Engine:
         return replace(
             self._counters,
             request_success_total=dict(self._counters.request_success_total),
+            spec_decode_num_draft_tokens_per_pos_total=[*self._counters.spec_decode_num_draft_tokens_per_pos_total],
+            spec_decode_num_accepted_tokens_per_pos_total=[
+                *self._counters.spec_decode_num_accepted_tokens_per_pos_total
+            ],
             num_requests_waiting=scheduler.num_waiting,
             num_requests_running=len(scheduler.running),
             kv_cache_usage_perc=1 - pool.num_free / pool.num_blocks,
@@ -151,6 +155,9 @@ class Engine:
             for name in list(self._groups):
                 self._end_group(name, "abort", None, outputs)
             self.runner.close()
+            close = getattr(self._drafter, "close", None)
+            if close is not None:
+                close()
         return outputs
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -160,8 +167,9 @@ class Engine:
         scheduler, counters = self.scheduler, self._counters
         for request in scheduler.expired(self.clock()):
             self._finish(request, "deadline", outputs)
+        began = self.clock()
         if self._drafter is not None:
-            for request, error in propose(self._drafter, scheduler.running):
+            for request, error in propose(self._drafter, scheduler):
                 self._finish(request, "error", outputs, error)
         started = self.clock()
         plan = scheduler.schedule()
@@ -197,6 +205,7 @@ class Engine:
         self._rate.close_step(now)
         counters.steps_total += 1
         counters.step_tokens = plan.total_tokens
+        counters.draft_seconds = started - began
         counters.schedule_seconds, counters.execute_seconds = planned - started, executed - planned
         counters.sample_seconds, counters.output_seconds = sampled - executed, self.clock() - sampled
 

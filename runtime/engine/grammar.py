@@ -92,6 +92,12 @@ class Grammar:
                 self.rollback(count)
         return self._mask(vocab_size)
 
+    def valid_prefix(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts the grammar allows, one after the other. The state stays as it is."""
+        count = self._matcher.try_consume_tokens(list(drafts))
+        self.rollback(count)
+        return count
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take over accepted tokens. Raises `RunError` if the grammar does not allow them."""
         if token_ids and not self._matcher.consume_tokens(list(token_ids)):

@@ -28,11 +28,16 @@ class EngineMetrics:
     """Rows with drafts, drafted tokens, and accepted ones."""
     spec_decode_num_draft_tokens_total: int = 0
     spec_decode_num_accepted_tokens_total: int = 0
+    spec_decode_num_draft_tokens_per_pos_total: list[int] = field(default_factory=list)
+    """Drafted tokens by their position in the draft, and accepted ones."""
+    spec_decode_num_accepted_tokens_per_pos_total: list[int] = field(default_factory=list)
     steps_total: int = 0
     step_tokens: int = 0
     """Tokens in the last step's batch."""
     schedule_seconds: float = 0.0
     """The last step's parts: plan, forward, sample, and the rest (detokenize, commit, callbacks)."""
+    draft_seconds: float = 0.0
+    """Making the last step's drafts, before its plan."""
     execute_seconds: float = 0.0
     sample_seconds: float = 0.0
     output_seconds: float = 0.0

@@ -28,6 +28,8 @@ class Row(NamedTuple):
     num_logits: int
     """How many of the row's last positions need logits: 0 inside a chunked prefill, 1 + drafts at its end, more where
     prompt logprobs are asked for."""
+    num_drafts: int = 0
+    """How many of the row's last tokens are drafts, to be verified by the logits before them."""
 
     @property
     def end(self) -> int:

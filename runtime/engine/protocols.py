@@ -64,7 +64,10 @@ class Tokenizer(Protocol):
 class Drafter(Protocol):
     """Proposes tokens for requests that are about to decode; the engine verifies them (lossless whatever is proposed).
 
-    Called from the step loop only. `Request` is the engine's own object: read it, change nothing.
+    Called from the step loop only. `Request` is the engine's own object: read it, change nothing (a draft model may
+    reserve blocks for its passes, see `Speculator`). Two methods more are called where a drafter has them:
+    `begin(scheduler, ready, others)` before `propose`, with the requests that decode and the number of prompt tokens
+    beside them, and `close()` when the engine closes.
     """
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:

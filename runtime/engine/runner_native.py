@@ -6,12 +6,13 @@ laying out of a few int32 arrays: plans of single tokens (decode) go through lis
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ...optimizer.errors import RunError, UsageError
-from .plan import StepPlan
+from .plan import Row, StepPlan
 from .runner import longest_request
 from .runner_inputs import BatchBuilder
 from .runner_memory import DEFAULT_CPU_BYTES
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
 
 LIST_ROWS = 16
 """Most rows of a decode plan that plain lists lay out faster than numpy does."""
+
+
+def one_by_one(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows with each draft as a row of its own, over the same blocks.
+
+    A token that is a sequence's only new one is summed in the order that torch takes for one token, which rounds
+    otherwise than its order for several: so a draft is verified with the bits that plain decoding would have.
+    """
+    for row in rows:
+        first = len(row.token_ids) - row.num_drafts
+        yield row._replace(token_ids=row.token_ids[:first], num_logits=row.num_logits - row.num_drafts, num_drafts=0)
+        for i in range(first, len(row.token_ids)):
+            yield Row(row.request_id, row.start + i, row.token_ids[i : i + 1], row.block_table, 1)
 
 
 @runtime_checkable
@@ -134,12 +148,17 @@ class NativeRunner:
             )
         return int(blocks)
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
-        """See `ModelRunner.execute`. The logits are a view of a buffer that the next call overwrites."""
+    def execute(self, plan: StepPlan, layers: torch.Tensor | None = None) -> torch.Tensor:
+        """See `ModelRunner.execute`. The logits are a view of a buffer that the next call overwrites.
+
+        layers: int32, ascending: run only these, then the head.
+        """
         import torch
 
         if self._closed:
             raise RunError("the runner is closed", what_to_do="Load the model again")
+        if self.decoder.rounds and any(row.num_drafts for row in plan.rows):
+            plan = StepPlan(tuple(one_by_one(plan.rows)))
         rows = plan.rows
         wanted = plan.num_logits
         if self._logits.shape[0] < wanted:
@@ -155,7 +174,7 @@ class NativeRunner:
                 torch.from_numpy(x)
                 for x in (*narrow, a.cu_seqlens_q, a.seq_lens, a.block_tables, a.logit_rows.astype(np.int32))
             )
-        return self.decoder.forward(*arguments, out=self._logits[:wanted])
+        return self.decoder.forward(*arguments, out=self._logits[:wanted], layers=layers)
 
     def _decode_arrays(self, plan: StepPlan) -> tuple[torch.Tensor, ...]:
         """The decoder's seven arguments for rows of one token, as views of one int32 array."""

@@ -2,9 +2,10 @@
 
 A row with drafts has 1 + drafts logits. Each position is sampled as plain decoding would sample it, with the random
 number of its own position and with a history that includes the earlier drafts; drafts are accepted as long as they
-equal what was sampled. So the tokens are those of plain decoding, one by one, greedy or not, and a draft x is accepted
-with its probability p(x), which for drafts that are proposed as certain (n-gram, suffix, greedy draft model) is all
-that any lossless rule can do.
+equal what was sampled. So the tokens are those of plain decoding, one by one, greedy or not, whatever was drafted. A
+draft x that is proposed as certain (n-gram, suffix) is accepted with its probability p(x), and where it is rejected the
+token comes from p without x: the rule of rejection sampling (Leviathan et al. 2023) for a point mass, and all that any
+lossless rule can do. Drafts of a model are drawn with the position's own random number too (`next_tokens`).
 """
 
 from __future__ import annotations
@@ -66,6 +67,23 @@ def sample(logits: torch.Tensor, items: Sequence[SampleItem]) -> list[Sampled]:
         return []
     positions = [_Position(item.request, item.drafts[:j]) for item in items for j in range(1 + len(item.drafts))]
     indices = [item.first + j for item in items for j in range(1 + len(item.drafts))]
+    tokens = _draw(logits, indices, positions)
+    results, place = [], 0
+    for item in items:
+        results.append(_accept(item, tokens[place : place + 1 + len(item.drafts)]))
+        place += 1 + len(item.drafts)
+    _add_logprobs(logits, items, results)
+    return results
+
+
+def next_tokens(logits: torch.Tensor, places: Sequence[tuple[Request, tuple[int, ...]]]) -> list[int]:
+    """What would be sampled from row i of `logits` float32 [N, V] after the request and the drafts of place i: with its
+    processing, and the random number of that position. -1 where nothing can be. `logits` is left as it is."""
+    return _draw(logits, range(len(places)), [_Position(request, drafts) for request, drafts in places])
+
+
+def _draw(logits: torch.Tensor, indices: Sequence[int], positions: Sequence[_Position]) -> list[int]:
+    """The token of each position from its row of `logits`; -1 where none can be sampled."""
     special = [i for i, position in enumerate(positions) if not position.request.params.plain_greedy]
     tokens = [-1] * len(positions)
     if len(special) < len(positions):
@@ -78,12 +96,7 @@ def sample(logits: torch.Tensor, items: Sequence[SampleItem]) -> list[Sampled]:
         chosen = _sample_special(rows.clone() if rows is logits else rows, [positions[i] for i in special])
         for i, token in zip(special, chosen):
             tokens[i] = token
-    results, place = [], 0
-    for item in items:
-        results.append(_accept(item, tokens[place : place + 1 + len(item.drafts)]))
-        place += 1 + len(item.drafts)
-    _add_logprobs(logits, items, results)
-    return results
+    return tokens
 
 
 def _accept(item: SampleItem, tokens: Sequence[int]) -> Sampled:

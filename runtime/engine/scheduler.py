@@ -45,7 +45,8 @@ class Scheduler:
         """Heap by rank; ended requests are dropped when they come up."""
         self.num_waiting = 0
         self._deadlines: list[tuple[float, int]] = []
-        self._watermark = int(config.watermark * num_blocks)
+        self.watermark = int(config.watermark * num_blocks)
+        """Blocks that admission, and drafts, leave free."""
         self.step = 0
         self.num_preemptions = 0
         self.prefix_queries = 0
@@ -102,7 +103,7 @@ class Scheduler:
             return
         table = parent.table.fork(child.token_ids[:common])
         missing = table.missing(len(child.token_ids))
-        if self.pool.num_free - missing < self._watermark:
+        if self.pool.num_free - missing < self.watermark:
             table.release()
             return
         table.grow(missing)
@@ -250,7 +251,9 @@ class Scheduler:
         num_logits = max(0, end - max(start, first_logit))
         blocks = table.as_tuple()
         needed = -(-end // self.pool.block_size)
-        return Row(request.id, start, tuple(inside), blocks if len(blocks) == needed else blocks[:needed], num_logits)
+        if len(blocks) != needed:
+            blocks = blocks[:needed]
+        return Row(request.id, start, tuple(inside), blocks, num_logits, max(0, end - num_tokens))
 
     def _admit(self) -> Request | None:
         """Start the best-ranked waiting request if blocks for all its tokens are there, else None."""
@@ -260,7 +263,7 @@ class Scheduler:
         needed = -(-len(request.token_ids) // self.pool.block_size) - len(hits)
         revived = sum(1 for block in hits if self.pool.ref_counts[block] == 0)
         spare = self.pool.num_free - revived - needed
-        if spare < (self._watermark if self.running else 0):
+        if spare < (self.watermark if self.running else 0):
             return None
         self._dequeue()
         table.adopt(hits)

@@ -86,6 +86,8 @@ int Decoder::check(const StepArgs& a) const {
   }
   for (int i = 0; i < a.logit_count; ++i)
     if (a.logit_rows[i] < 0 || a.logit_rows[i] >= a.tokens) return STEP_LOGIT_ROW;
+  for (int i = 0; i < a.layer_count; ++i)
+    if (a.layers[i] < (i ? a.layers[i - 1] + 1 : 0) || a.layers[i] >= spec_.layers) return STEP_LAYER;
   return STEP_OK;
 }
 
@@ -328,9 +330,11 @@ int Decoder::step(Pool& pool, const StepArgs& a) {
   embed(a);
   mark_alone(a);
   const Batch batch{a.sequences, a.starts, a.lengths, a.tables, a.table_stride};
-  for (int i = 0; i < spec_.layers; ++i) {
+  const int layers = a.layer_count ? a.layer_count : spec_.layers;
+  for (int n = 0; n < layers; ++n) {
+    const int i = a.layer_count ? a.layers[n] : n;
     const LayerSpec& l = layers_[i];
-    const bool last = i + 1 == spec_.layers;
+    const bool last = n + 1 == layers;
     queries_keys_values(l, i, a);
     if (last && a.logit_count == 0) break;
     begin_part(PART_ATTENTION);

@@ -42,11 +42,13 @@ extern "C" struct StepArgs {
   const int32_t *starts, *lengths, *tables;        // [sequences + 1], [sequences], [sequences][table_stride]
   const int32_t* logit_rows;                       // [logit_count], indices of tokens
   float* logits;                                   // [logit_count][vocab]
+  const int32_t* layers;                           // [layer_count], ascending: only these layers run
+  int32_t layer_count, reserved;                   // 0: all
 };
 
 enum StepError {
   STEP_OK = 0, STEP_MEMORY = -1, STEP_TOKEN = -2, STEP_POSITION = -3, STEP_SLOT = -4, STEP_BLOCK = -5, STEP_LOGIT_ROW = -6,
-  STEP_SEQUENCE = -7, STEP_NO_CACHE = -8
+  STEP_SEQUENCE = -7, STEP_NO_CACHE = -8, STEP_LAYER = -9
 };
 
 enum Part { PART_ROWS, PART_QKV, PART_ROPE, PART_ATTENTION, PART_OUT, PART_MLP_IN, PART_MLP_OUT, PART_HEAD, PART_COUNT };

@@ -24,6 +24,7 @@ _ERRORS = {
     -6: "a logit row lies outside the batch",
     -7: "starts must begin with 0, end with the number of tokens, and every length must include its tokens",
     -8: "no KV cache: call allocate_kv first",
+    -9: "layers must ascend and lie within the model",
 }
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm", "q_norm", "k_norm", "sinks")
@@ -230,6 +231,7 @@ class FusedDecoder:
         block_tables: torch.Tensor,
         logit_rows: torch.Tensor,
         out: torch.Tensor | None = None,
+        layers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step over a flat batch; integer arguments are tensors, arrays or sequences, int32 tensors are used as
         they are.
@@ -238,7 +240,8 @@ class FusedDecoder:
         starts [sequences + 1], lengths [sequences]: sequence r owns tokens starts[r] … starts[r+1]-1, which are the
         last
         of its lengths[r] tokens. block_tables [sequences, max_blocks]. logit_rows [rows]: the tokens whose logits are
-        wanted, in order, repeats allowed; may be empty.
+        wanted, in order, repeats allowed; may be empty. layers: contiguous int32, ascending: only these run, before the
+        head.
 
         Returns float32 logits [rows, vocab]; `out`, if given, is filled and returned. Raises ValueError where an
         argument
@@ -261,6 +264,7 @@ class FusedDecoder:
         args = StepArgs(
             tokens, sequences, tables.shape[1], rows.numel(), ids.data_ptr(), at.data_ptr(), where.data_ptr(),
             first.data_ptr(), total.data_ptr(), tables.data_ptr(), rows.data_ptr(), out.data_ptr(),
+            None if layers is None else layers.data_ptr(), 0 if layers is None else layers.numel(), 0,
         )  # fmt: skip
         code = library().llmopt_decoder_step(self._handle, ctypes.byref(args))
         if code == -3 and int(at.min()) >= 0 and int(at.max()) >= self._rope_length:

@@ -52,8 +52,19 @@ class StepArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("tokens", "sequences", "table_stride", "logit_count")),
         *(
             (name, P)
-            for name in ("token_ids", "positions", "slots", "starts", "lengths", "tables", "logit_rows", "logits")
+            for name in (
+                "token_ids",
+                "positions",
+                "slots",
+                "starts",
+                "lengths",
+                "tables",
+                "logit_rows",
+                "logits",
+                "layers",
+            )
         ),
+        *((name, ctypes.c_int32) for name in ("layer_count", "reserved")),
     )
 
 

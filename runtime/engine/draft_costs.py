@@ -1,0 +1,98 @@
+"""What a step costs by its tokens: measured on the runner at load, so that drafts are made only where they pay."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .plan import Row, StepPlan
+
+SIZES = (1, 2, 3, 5, 8, 12, 13, 17, 24, 32, 48)
+"""Tokens of the steps that are timed: 12 and 13 since the CPU kernels take rows by twelves."""
+FAR = 512
+"""Context of the steps from which the cost of attention is told."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step: a curve over its tokens, straight between the points and beyond the last, plus attention's.
+
+    sizes, seconds: the curve at a context of next to nothing. row_context: seconds a row and token of its context;
+    token_context: the same for each token of a row beyond the first.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    row_context: float = 0.0
+    token_context: float = 0.0
+
+    def of(self, tokens: float) -> float:
+        """Seconds of a step of `tokens` tokens without attention to what came before."""
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) == 1 or tokens <= sizes[0]:
+            return seconds[0] * (tokens / sizes[0] if len(sizes) == 1 else 1.0)
+        right = min(bisect_left(sizes, tokens), len(sizes) - 1)
+        x0, x1, y0, y1 = sizes[right - 1], sizes[right], seconds[right - 1], seconds[right]
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+    def attention(self, context: float, tokens: float = 1) -> float:
+        """Seconds that attention of one row of `tokens` tokens takes over `context` tokens."""
+        return (self.row_context + self.token_context * (tokens - 1)) * context
+
+    @property
+    def least_slope(self) -> float:
+        """Seconds that one more token costs at least, wherever it is added."""
+        pairs = zip(self.sizes, self.sizes[1:], self.seconds, self.seconds[1:])
+        return max(0.0, min(((y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in pairs), default=0.0))
+
+
+FLAT = StepCosts((1, 64), (1.0, 2.0))
+"""Of a runner that nobody could measure: 64 tokens take twice as long as one."""
+
+
+def measure(runner: Any, seconds: float = 0.6, execute: Callable[[StepPlan], Any] | None = None) -> StepCosts:
+    """Time steps of the sizes above, the least of three each, within about `seconds` (two sizes at least).
+
+    Writes into the first blocks of the pool, which must be unused. execute: in the place of `runner.execute`.
+    """
+    execute = execute or runner.execute
+    room = min(runner.num_blocks * runner.block_size, runner.max_model_len)
+    sizes = [size for size in SIZES if size <= room] or [1]
+    until = time.perf_counter() + seconds
+    times: dict[int, float] = {}
+    for size in sorted(sizes, key=lambda s: (s not in (1, 5, 17), s)):  # the most telling first
+        if time.perf_counter() > until and len(times) > 1:
+            break
+        times[size] = least_time(runner, execute, [size])
+    known = sorted(times)
+    curve = [times[size] for size in known]
+    for i in range(1, len(curve)):  # noise: more tokens do not take less
+        curve[i] = max(curve[i], curve[i - 1])
+    far = min(FAR, room - 5)
+    row = token = 0.0
+    if far > 64 and time.perf_counter() < until:
+        base, several = times[1], times.get(5, times[known[-1]])
+        row = max(0.0, (least_time(runner, execute, [1], far) - base) / far)
+        token = max(0.0, (least_time(runner, execute, [5], far) - several) / far - row) / 4
+    return StepCosts(tuple(known), tuple(curve), row, token)
+
+
+def least_time(runner: Any, execute: Callable[[StepPlan], Any], lengths: Sequence[int], context: int = 0) -> float:
+    """Seconds of the fastest of three steps with verification rows of these lengths, each after `context` tokens."""
+    size, rows, first = runner.block_size, [], 0
+    for number, length in enumerate(lengths):
+        blocks = -(-(context + length) // size)
+        table = tuple(range(first, first + blocks))
+        rows.append(Row(-1 - number, context, (0,) * length, table, length, length - 1))
+        first += blocks
+    plan, best = StepPlan(tuple(rows)), float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        logits = execute(plan)
+        if getattr(logits, "is_cuda", False):
+            logits[0, 0].item()  # wait for the device
+        best = min(best, time.perf_counter() - started)
+    return best

@@ -1,0 +1,144 @@
+"""How many tokens to draft: as many as make the step's tokens a second the most, by what was accepted so far.
+
+A draft that follows j accepted ones is accepted with the probability a ** (j + 1), where `a` is estimated for each
+request, and within it for each class of drafts (how long the matched text was, say). A step of n tokens costs what
+`StepCosts` says. Drafts are taken as long as the expected tokens a second grow, so that they end by themselves where a
+batch is large enough to keep the machine busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .draft_costs import StepCosts
+
+LONGEST = 24
+"""Most drafts of a request in one step."""
+MARGIN = 1.02
+"""Drafts must promise this many times the plain step's tokens a second: what the costs leave out is in it."""
+
+
+@dataclass
+class Acceptance:
+    """Accepted and tried drafts, the recent ones weighted more; beginning with `weight` imagined trials at `rate`."""
+
+    rate: float
+    weight: float
+    keep: float
+    """How much the past counts after each new row, 0 … 1."""
+    hits: float = 0.0
+    trials: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return (self.hits + self.rate * self.weight) / (self.trials + self.weight)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A row of `drafted` tokens of which the first `accepted` were: one trial more where one was rejected."""
+        tried = accepted + (accepted < drafted)
+        self.hits = self.keep * self.hits + accepted
+        self.trials = self.keep * self.trials + tried
+
+    def fade(self, keep: float) -> None:
+        """Believe the past a little less (nothing was tried)."""
+        self.hits *= keep
+        self.trials *= keep
+
+
+class AcceptanceBook:
+    """Acceptance by request and class; new requests begin with what the engine has seen of the class.
+
+    priors: the rate of each class before anything was seen.
+    """
+
+    FADE = 0.985
+    """Of a request whose drafts do not pay now: they are tried again some fifty steps later."""
+
+    def __init__(self, priors: Sequence[float]) -> None:
+        self._engine = [Acceptance(rate, 8.0, 0.995) for rate in priors]
+        self._requests: dict[int, dict[int, Acceptance]] = {}
+
+    def rate(self, request_id: int, kind: int) -> float:
+        return self._own(request_id, kind).mean
+
+    def add(self, request_id: int, kind: int, drafted: int, accepted: int) -> None:
+        self._own(request_id, kind).add(drafted, accepted)
+        self._engine[kind].add(drafted, accepted)
+
+    def passed_over(self, request_id: int, kind: int) -> None:
+        """Drafts could have been made and did not pay."""
+        self._own(request_id, kind).fade(self.FADE)
+
+    def forget(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+
+    def _own(self, request_id: int, kind: int) -> Acceptance:
+        kinds = self._requests.setdefault(request_id, {})
+        if kind not in kinds:
+            kinds[kind] = Acceptance(self._engine[kind].mean, 3.0, 0.9)
+        kinds[kind].rate = self._engine[kind].mean
+        return kinds[kind]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The step without drafts: `decoding` rows of one token with `context` tokens before them on average, and
+    `others` tokens of prompts."""
+
+    decoding: int
+    context: float = 0.0
+    others: int = 0
+
+
+def worthless(costs: StepCosts, load: Load) -> bool:
+    """Whether not even a draft that is certain of acceptance pays: one more token costs what a token costs now."""
+    tokens = load.decoding + load.others
+    step = costs.of(tokens) + load.decoding * costs.attention(load.context)
+    more = costs.of(tokens + load.decoding) - costs.of(tokens)
+    more += load.decoding * costs.token_context * load.context
+    return more >= step / MARGIN
+
+
+def best_lengths(
+    rates: Sequence[float],
+    limits: Sequence[int],
+    load: Load,
+    costs: StepCosts,
+    draft_seconds: Callable[[int], float] | None = None,
+) -> list[int]:
+    """Drafts for each request: 0 … its limit.
+
+    rates: acceptance of each request's drafts. limits: most drafts it may have. draft_seconds: of one more draft for
+    so many requests at once, where drafts cost time of their own.
+
+    A request takes part at depth j while its j-th draft yields more tokens a second than the plain step; of the common
+    depths that are left the best is taken.
+    """
+    longest = min(LONGEST, max(limits, default=0))
+    if longest < 1:
+        return [0] * len(rates)
+    tokens, rows = load.decoding + load.others, load.decoding
+    plain = costs.of(tokens) + rows * costs.attention(load.context)
+    speed = rows / plain
+    token_attention = costs.token_context * load.context
+    survival = np.minimum(np.asarray(rates, float), 0.995)[:, None] ** np.arange(1, longest + 1)
+    inside = np.asarray(limits)[:, None] >= np.arange(1, longest + 1)
+    floor = speed * (costs.least_slope + token_attention)
+    inside &= survival > floor
+    counts = inside.sum(axis=0)
+    gained = (survival * inside).sum(axis=0).cumsum()
+    added = counts.cumsum()
+    best, depth, spent = speed * MARGIN, 0, 0.0
+    for j in range(longest):
+        if not counts[j]:
+            break
+        if draft_seconds is not None:
+            spent += draft_seconds(int(counts[j]))
+        more = int(added[j])
+        seconds = costs.of(tokens + more) + rows * costs.attention(load.context) + more * token_attention + spent
+        if (rows + gained[j]) / seconds > best:
+            best, depth = (rows + gained[j]) / seconds, j + 1
+    return [min(depth, int(n)) for n in inside.sum(axis=1)]
