@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from ..optimizer.base import Context, Exporter, Options
+from ..optimizer.base import Context, Exporter, Options, PlanItem
 from ..optimizer.errors import RunError
 from ..runtime.open import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..optimizer.model import LoadedModel
+    from ..optimizer.model import LoadedModel, ModelInfo
+    from ..runtime.kernels.packed import QuantScheme
 
 CARRIED = ("*.py", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files of the source that transformers' own saving may leave out."""
 
 
 class HuggingFaceExporter(Exporter):
-    """safetensors weights (quantized ones as compressed-tensors `pack-quantized`), config, tokenizer, chat template."""
+    """safetensors weights (quantized ones as compressed-tensors or GPTQ), config, tokenizer, chat template."""
 
     name = "huggingface"
     streams: ClassVar[bool] = True
@@ -31,20 +33,56 @@ class HuggingFaceExporter(Exporter):
         max_shard_size: str = Field(
             "5GB", pattern=r"^\d+(\.\d+)?\s*[KMG]i?B$", description="Greatest size of one weight file, such as 5GB."
         )
+        quantization_format: Literal["auto", "compressed-tensors", "gptq"] = Field(
+            "auto",
+            description="How layers of integer weights are stored: as `compressed-tensors`, or as a `gptq` checkpoint "
+            "of 2, 3, 4 or 8 bits with float16 scales, for GPTQModel and older tools. `auto` is compressed-tensors, "
+            "except for activation order without static groups, which only gptq holds.",
+        )
+
+    config: Config
+
+    def refusals(self, info: ModelInfo, plans: Sequence[PlanItem], dtype: str) -> list[str]:
+        """See `Exporter.refusals`: what the chosen format cannot hold."""
+        if any(plan.refusals for plan in plans):
+            return []
+        schemes = {m.name: m.scheme for plan in plans for m in plan.modules if m.scheme is not None}
+        if self._by_gptq(schemes.values()):
+            from .gptq import plan_refusals
+
+            return plan_refusals(info, schemes, dtype)
+        if any(scheme.g_idx for scheme in schemes.values()):
+            return [
+                "activation order without static groups needs a group index per column, which compressed-tensors no "
+                "longer stores: set `static_groups: true` or `desc_act: false`, or `quantization_format: gptq` for the "
+                "exporter"
+            ]
+        return []
+
+    def _by_gptq(self, schemes: Iterable[QuantScheme]) -> bool:
+        """Whether layers of these schemes are stored as a GPTQ checkpoint."""
+        if self.config.quantization_format == "auto":
+            return any(scheme.g_idx for scheme in schemes)
+        return self.config.quantization_format == "gptq"
 
     def export(self, model: LoadedModel, directory: Path, context: Context) -> dict[str, Any]:
         """Write the folder. Raises RunError where a file that the model needs could not be written."""
         from .compressed_tensors import packed_modules, quantization_config
+        from .gptq import gptq_config, write_twin
 
-        module = model.module
-        quantization = quantization_config(module)
+        module = cast("PreTrainedModel", model.module)
+        layers: list[Any] = [layer for _, layer in packed_modules(module)]
+        by_gptq = bool(layers) and self._by_gptq(layer.scheme for layer in layers)
+        quantization = gptq_config(module) if by_gptq else quantization_config(module)
         if quantization is not None:
             module.config.quantization_config = quantization
         module.config.use_cache = True
         with quiet_transformers():
-            self._save_module(model, directory)
+            self._save_module(model, directory, by_gptq)
             model.tokenizer.save_pretrained(directory)
             model.generation_config.save_pretrained(directory)
+        if quantization is not None and by_gptq:
+            write_twin(quantization, directory)
         for pattern in CARRIED:
             for file in model.source.folder.glob(pattern):
                 if file.is_file() and not (directory / file.name).exists():
@@ -55,16 +93,18 @@ class HuggingFaceExporter(Exporter):
             "name": self.name,
             "config": self.config.model_dump(mode="json"),
             "format": quantization["format"] if quantization else str(module.dtype).removeprefix("torch."),
-            "quantized_modules": sum(1 for _ in packed_modules(module)),
+            "quantized_modules": len(layers),
         }
 
-    def _save_module(self, model: LoadedModel, directory: Path) -> None:
-        """Write config and weights as `save_pretrained` does; those of a lazy model one tensor after another."""
+    def _save_module(self, model: LoadedModel, directory: Path, by_gptq: bool) -> None:
+        """Write config and weights as `save_pretrained` does; those of a lazy model, and those that a GPTQ checkpoint
+        lays out anew, one tensor after another."""
         from ..runtime.memory import parse_size
+        from .gptq import write_gptq
         from .shards import write_shards
 
         module, limit = cast("PreTrainedModel", model.module), parse_size(self.config.max_shard_size)
-        if model.weights is None:
+        if model.weights is None and not by_gptq:
             module.save_pretrained(directory, max_shard_size=limit)
             return
         module.config.dtype = str(module.dtype).removeprefix("torch.")
@@ -74,7 +114,10 @@ class HuggingFaceExporter(Exporter):
 
             custom_object_save(module, directory, config=module.config)
         module.config.save_pretrained(directory)
-        write_shards(module, model.weights, directory, limit)
+        if model.weights is not None and not by_gptq:
+            write_shards(module, model.weights, directory, limit)
+        else:
+            write_gptq(model, directory, limit)
 
 
 def _carry_draft(model: LoadedModel, directory: Path) -> None:

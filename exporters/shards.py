@@ -6,7 +6,7 @@ Names and bytes of the files are those of transformers' `save_pretrained`, which
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from ..runtime.tensor_files import Spec, write_tensors
 from ..runtime.weight_files import INDEX, SINGLE
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from ..runtime.lazy import LazyWeights
@@ -39,10 +40,33 @@ def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 def write_shards(module: PreTrainedModel, weights: LazyWeights, folder: Path, limit: int) -> None:
     """Write all weights of a lazy model, and the index where they take more than one file of `limit` bytes."""
+    specs = {name: Spec.of(tensor) for name, tensor in stored_tensors(module, weights).items()}
+    write_specs(specs, weights.read, folder, limit, module.num_parameters())
+
+
+def stored_tensors(module: PreTrainedModel, weights: LazyWeights | None) -> dict[str, torch.Tensor]:
+    """The tensors of a model that weight files hold, tied ones once; those of a lazy model are on the meta device."""
     ignored = set(module._keys_to_ignore_on_save or ())
-    meta = module.state_dict()
-    names = sorted((n for n in meta if n not in ignored and weights.aliases.get(n, n) == n), key=_natural)
-    specs = {name: Spec.of(meta[name]) for name in names}
+    tensors = module.state_dict()
+    aliases = weights.aliases if weights is not None else _tied(module, tensors)
+    return {n: t for n, t in tensors.items() if n not in ignored and aliases.get(n, n) == n}
+
+
+def _tied(module: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Of a model in memory, names whose tensor is another's → the name that stands for both."""
+    ties = module.get_expanded_tied_weights_keys(all_submodels=True)
+    both = {target: source for target, source in ties.items() if target in tensors and source in tensors}
+    return {t: s for t, s in both.items() if tensors[t].data_ptr() == tensors[s].data_ptr()}
+
+
+def write_specs(
+    specs: Mapping[str, Spec], read: Callable[[str], torch.Tensor], folder: Path, limit: int, parameters: int
+) -> None:
+    """Write the tensors of these specs as `read` gives them, in natural order, one in memory at a time.
+
+    limit: bytes of a file; where there are several, an index names them. parameters: how many the model has.
+    """
+    specs = {name: specs[name] for name in sorted(specs, key=_natural)}
     shards = plan_shards({name: spec.nbytes for name, spec in specs.items()}, limit)
     files = (
         [SINGLE]
@@ -50,11 +74,11 @@ def write_shards(module: PreTrainedModel, weights: LazyWeights, folder: Path, li
         else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     )
     for file, shard in zip(files, shards):
-        write_tensors(folder / file, {name: specs[name] for name in shard}, weights.read)
+        write_tensors(folder / file, {name: specs[name] for name in shard}, read)
     if len(shards) > 1:
         index = {
             "metadata": {
-                "total_parameters": module.num_parameters(),
+                "total_parameters": parameters,
                 "total_size": sum(spec.nbytes for spec in specs.values()),
             },
             "weight_map": {name: file for file, shard in zip(files, shards) for name in shard},

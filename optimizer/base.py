@@ -6,7 +6,7 @@ This is the ground floor: every other folder may import it, it imports no other 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,6 +36,8 @@ class ModulePlan:
     action: str
     bytes_before: int
     bytes_after: int
+    scheme: Any = None
+    """The grid that it is going to have (a `QuantScheme`), which exporters look at; None where it stays as it is."""
 
 
 @dataclass
@@ -168,6 +170,13 @@ class Pass(Plugin):
 
 class Exporter(Plugin):
     """Writes a model as a folder."""
+
+    def refusals(self, info: ModelInfo, plans: Sequence[PlanItem], dtype: str) -> list[str]:
+        """Why the model cannot be written as the passes are going to leave it, in sentences.
+
+        plans: the passes', in order. dtype: the recipe's, `auto` for as stored.
+        """
+        return []
 
     @abstractmethod
     def export(self, model: LoadedModel, directory: Path, context: Context) -> dict[str, Any]:

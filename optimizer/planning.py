@@ -52,6 +52,11 @@ def make_plan(loaded: LoadedRecipe, info: ModelInfo) -> Plan:
                 error.where = f"{place}{error.where.removeprefix(item.name)}"
             raise
         where.append(place)
+    exporter = loaded.exporter
+    refused = exporter.refusals(info, [item for _, item in items], loaded.recipe.dtype)
+    if refused:
+        items.append((exporter.name, PlanItem("cannot write this model as asked", refusals=refused)))
+        where.append(loaded.where("export", 0, loaded.recipe.export[0].use))
     before = info.weight_bytes
     after = before + sum(m.bytes_after - m.bytes_before for _, item in items for m in item.modules)
     streams = all(stage.streams for stage in (*loaded.passes, loaded.exporter))

@@ -151,7 +151,7 @@ def open_lazy(
     loads), or where some are kept in another dtype.
     """
     module = build_empty(config, dtype, trust_remote_code)
-    if packed and not _pack(module, config, dtype):
+    if packed and not _pack(module, config, dtype, folder):
         return "its quantized layers have a format that is decompressed while it loads"
     stored = {name: place for name, place in locate(weight_files(folder)).items() if not ignorable(module, name)}
     if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
@@ -202,7 +202,7 @@ def leading_blocks(model: LoadedModel) -> Iterator[int | None]:
         yield count
 
 
-def _pack(module: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
+def _pack(module: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> bool:
     """Put quantized layers where the config has them; False where their format is not one of this package's."""
     from .packed_format import install_packed_linears, runs_packed
 
@@ -212,7 +212,7 @@ def _pack(module: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype)
     arguments = quantization if isinstance(quantization, dict) else quantization.to_dict()
     if not runs_packed(arguments):
         return False
-    install_packed_linears(module, arguments, dtype)
+    install_packed_linears(module, arguments, dtype, folder)
     return True
 
 

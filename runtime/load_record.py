@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("torch", "transformers", "tokenizers")
 SOURCES = (
     "load_record.py", "record_structure.py", "recorded_model.py", "packed_format.py", "packed_load.py",
-    "tokenizer_files.py", "kernels/recognize.py", "kernels/proof.py",
+    "gptq_format.py", "kernels/gptq_linear.py", "tokenizer_files.py", "kernels/recognize.py", "kernels/proof.py",
 )  # fmt: skip
 """Code whose change makes earlier records useless."""
 IGNORED = {"llmopt.json", "readme.md", "license", "license.txt", ".gitattributes"}

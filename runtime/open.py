@@ -156,9 +156,11 @@ def open_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
     """The folder's config. Raises UsageError where transformers does not know the model type, RunError on bad JSON."""
     from transformers import AutoConfig
 
+    from .gptq_format import entry_of_twin
+
     raw = read_json(folder / "config.json")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises many kinds here
         if isinstance(raw, dict) and raw.get("auto_map") and not trust_remote_code:
             raise UsageError(
@@ -167,6 +169,9 @@ def open_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
                 what_to_do="Read that code, then pass trust_remote_code=True if you trust it.",
             ) from error
         raise UsageError(f"config.json is not usable ({_brief(error)})", where=str(folder / "config.json")) from error
+    if getattr(config, "quantization_config", None) is None and (entry := entry_of_twin(folder)) is not None:
+        config.quantization_config = entry
+    return config
 
 
 def open_generation_config(folder: Path, module: PreTrainedModel) -> GenerationConfig:
@@ -238,7 +243,7 @@ def _open_module(
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
         quantization = quantization.to_dict()
-    if quantization and quantization.get("quant_method") == "compressed-tensors":
+    if quantization and quantization.get("quant_method") in ("compressed-tensors", "gptq"):
         from .packed_format import runs_packed
         from .packed_load import load_packed
 

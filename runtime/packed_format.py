@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import UsageError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 FORMAT = "pack-quantized"
 FORMATS = (FORMAT, "int-quantized", "float-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+GPTQ = "gptq"
+"""The method of entries that `gptq_format.py` reads."""
 MIXED = "mixed-precision"
 """What a model's entry says where its groups have several formats."""
 DENSE_PACKING_SINCE = (0, 18)
@@ -30,9 +33,11 @@ Arguments = Mapping[str, Any]
 def runs_packed(config: Arguments) -> bool:
     """Whether this `quantization_config` is to be opened by `install_packed_linears`.
 
-    True for pack-quantized, whose faults it reports; of the other formats for what it understands. The rest (four-bit
-    activations, say) is for transformers, which decompresses and emulates it.
+    True for GPTQ and pack-quantized, whose faults it reports; of the other formats for what it understands. The rest
+    (four-bit activations, say) is for transformers, which decompresses and emulates it.
     """
+    if config.get("quant_method") == GPTQ:
+        return True
     if config.get("quant_method") != "compressed-tensors":
         return False
     if config.get("format") == FORMAT:
@@ -44,14 +49,21 @@ def runs_packed(config: Arguments) -> bool:
     return True
 
 
-def install_packed_linears(model: nn.Module, config: Arguments, dtype: torch.dtype | None = None) -> list[str]:
+def install_packed_linears(
+    model: nn.Module, config: Arguments, dtype: torch.dtype | None = None, folder: Path | None = None
+) -> list[str]:
     """Replace the nn.Linear modules that `config` quantizes by empty quantized layers; returns their names.
 
     model: on the meta device, as `from_config` makes it. config: the `quantization_config` of a checkpoint in one of
-    `FORMATS` (llmopt's, llm-compressor's …). dtype: of scales and biases, by default the model's. Afterwards
-    `load_state_dict(..., assign=True)` takes the checkpoint's tensors. A quantized head is cut loose from the
-    embeddings. Raises UsageError for a format, scheme or packing that no layer can run.
+    `FORMATS` (llmopt's, llm-compressor's …) or of GPTQ. dtype: of scales and biases, by default the model's. folder:
+    the checkpoint, in which GPTQ's layers are looked up. Afterwards `load_state_dict(..., assign=True)` takes the
+    checkpoint's tensors. A quantized head is cut loose from the embeddings. Raises UsageError for a format, scheme or
+    packing that no layer can run, RunError where a GPTQ entry and its folder contradict each other.
     """
+    if config.get("quant_method") == GPTQ and folder is not None:
+        from .gptq_format import install_gptq_linears
+
+        return install_gptq_linears(model, folder, config, dtype)
     from torch import nn
 
     from .kernels.formats import empty_like

@@ -1,4 +1,4 @@
-"""Opening a compressed-tensors `pack-quantized` folder without unpacking it.
+"""Opening a folder of quantized layers without unpacking it.
 
 The model is built with its parameters on the meta device and its buffers real (so that non-persistent ones such as
 rotary `inv_freq` hold what the model's constructor computed), the quantized linears are replaced by packed ones, and
@@ -32,17 +32,20 @@ def load_packed(
     """The folder's model with packed linears, in eval mode, on `device`.
 
     dtype: of the activations. Where it is the config's own, every tensor keeps the dtype of the file; else the
-        floating-point ones, scales among them, are converted. Codes stay packed.
+        floating-point ones, scales among them, are converted. Codes stay packed. GPTQ checkpoints may hold other
+        dtypes than the config's: all but their scales are converted.
     Raises RunError that names keys that are missing, unexpected or of the wrong shape.
     """
     import torch
 
-    from .packed_format import install_packed_linears
+    from .gptq_format import check_gptq_linears
+    from .packed_format import GPTQ, install_packed_linears
 
-    convert = dtype != getattr(config, "dtype", dtype)
+    gptq = quantization_config.get("quant_method") == GPTQ
+    convert = gptq or dtype != getattr(config, "dtype", dtype)
     model = build_empty(config, dtype, trust_remote_code)
     split_stored_experts(model, folder)
-    install_packed_linears(model, quantization_config, dtype)
+    install_packed_linears(model, quantization_config, dtype, folder)
     loaded: set[str] = set()
     unexpected: list[str] = []
     for file in weight_files(folder):
@@ -56,6 +59,8 @@ def load_packed(
     tie(model, loaded)
     missing = [name for name, tensor in _stored_tensors(model) if tensor.is_meta]
     raise_on_keys(folder, missing, unexpected)
+    if gptq:
+        check_gptq_linears(model)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != torch.device(device).type:
@@ -75,8 +80,9 @@ def split_stored_experts(model: nn.Module, folder: Path) -> None:
 
 
 def is_wide(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes by the model's dtype: float8 codes and scales and nvfp4's divisor have their own."""
-    return tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith("weight_global_scale")
+    """Whether a tensor goes by the model's dtype: float8 codes and scales, nvfp4's divisor and GPTQ's scales do not."""
+    own = name.endswith(("weight_global_scale", ".scales"))
+    return tensor.is_floating_point() and tensor.element_size() > 1 and not own
 
 
 def build_empty(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

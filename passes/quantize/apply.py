@@ -33,7 +33,9 @@ def replace_linear(model: nn.Module, target: Target, quantized: Quantized | Floa
         )
     linear: Any = model.get_submodule(target.name)
     offset = quantized.zeros if isinstance(quantized, Quantized) else quantized.global_scale
-    packed = layer_class(target.scheme).from_linear(linear, quantized.codes, quantized.scales, offset, target.scheme)
+    order = {"g_idx": quantized.g_idx} if isinstance(quantized, Quantized) and quantized.g_idx is not None else {}
+    layer: Any = layer_class(target.scheme)
+    packed = layer.from_linear(linear, quantized.codes, quantized.scales, offset, target.scheme, **order)
     packed.train(linear.training)
     model.set_submodule(target.name, packed)
     return packed
@@ -83,6 +85,7 @@ def report_line(target: Target, packed: QuantizedLinear, **measured: Any) -> dic
         "bits": scheme.bits,
         "group_size": scheme.group_size,
         "symmetric": scheme.symmetric,
+        **({"g_idx": True} if scheme.g_idx else {}),
         "bytes": packed.packed_nbytes,
         "scale_min": float(scales.min()),
         "scale_max": float(scales.max()),

@@ -128,7 +128,8 @@ class Config(Options):
     static_groups: bool = Field(
         True,
         description="gptq: fix all scales before the first column is rounded, so that activation order leaves columns "
-        "in their plain groups. compressed-tensors cannot store activation order without it.",
+        "in their plain groups. Activation order without it is stored as a GPTQ checkpoint only (the exporter's "
+        "`quantization_format: gptq`).",
     )
     damping: float = Field(
         0.01,

@@ -9,7 +9,7 @@ columns fixed so far. With U the upper triangular factor of `H^-1 = U^T U` the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -49,8 +49,9 @@ def quantize_gptq(
 ) -> GPTQResult:
     """Quantize `weight` [N, K] (any floating dtype) given `hessian` float32 [K, K]; scales are stored in `dtype`.
 
-    Columns whose inputs were always zero are rounded to nearest and affect no other. Raises NotPositiveDefinite, and
-    ValueError where the group size does not divide K or activation order is asked for without static groups.
+    Columns whose inputs were always zero are rounded to nearest and affect no other. In activation order without static
+    groups a group is a run of columns in that order, and the result has their `g_idx`. Raises NotPositiveDefinite, and
+    ValueError where the group size does not divide K.
     """
     (result,) = quantize_stack(
         [weight],
@@ -82,20 +83,20 @@ def quantize_stack(
 
     hessian: theirs, factorized here unless it is already. Beside it one float32 copy of the weights is held.
     """
-    if desc_act and not static_groups:
-        raise ValueError("activation order needs static groups")
     columns = weights[0].shape[1]
     num_groups = scheme.num_groups(columns)
     size = columns // num_groups
     used, order = hessian.factorize(damping, by_activation=desc_act), hessian.order
+    moving = order is not None and not static_groups
     work = _transposed(weights)
-    grid = _Grid(scheme, dtype, num_groups, work.shape[1], hessian.diagonal, search_steps, work.device)
+    importance = hessian.diagonal[order] if moving else hessian.diagonal
+    grid = _Grid(scheme, dtype, num_groups, work.shape[1], importance, search_steps, work.device)
     if static_groups:
         for start in range(0, num_groups, FITTED):
             grid.fit(range(start, min(start + FITTED, num_groups)), work)
     if order is not None:
         permute_rows(work, order)
-    group_list = [column // size for column in (range(columns) if order is None else order.tolist())]
+    group_list = [column // size for column in (range(columns) if order is None or moving else order.tolist())]
 
     codes = torch.empty_like(work, dtype=torch.uint8)
     for start, stop in _blocks(columns, block_size, None if static_groups else size):
@@ -103,8 +104,12 @@ def quantize_stack(
             grid.fit([start // size], work)
         _round_block(work, hessian.matrix, grid, group_list, codes, start, stop)
     del work
-    dead = int(hessian.dead.sum())
-    return [GPTQResult(part, used, dead) for part in _split(codes, order, grid, [len(weight) for weight in weights])]
+    dead, g_idx = int(hessian.dead.sum()), None
+    if order is not None and moving and num_groups > 1:
+        g_idx = torch.empty(columns, dtype=torch.int32, device=codes.device)
+        g_idx[order] = torch.arange(columns, dtype=torch.int32, device=codes.device) // size
+    parts = _split(codes, order, grid, [len(weight) for weight in weights])
+    return [GPTQResult(part if g_idx is None else replace(part, g_idx=g_idx), used, dead) for part in parts]
 
 
 def _transposed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -184,7 +189,7 @@ class _Grid:
         self.top = float(2**scheme.bits - 1)
 
     def fit(self, groups: range | list[int], work: torch.Tensor) -> None:
-        """Choose the grids of `groups` for the current weights `work` [K, N], columns in plain order."""
+        """Choose the grids of `groups` for the current weights `work` [K, N], columns in the order of their groups."""
         index = list(groups)
         size = self.importance.shape[1]
         part = work[index[0] * size : (index[-1] + 1) * size]

@@ -122,7 +122,8 @@ class Quantize(Pass):
 
         _split_experts(model.module, [line["name"] for line in report.layers])
         for line in report.layers:
-            scheme = make_scheme(line["format"], line["bits"], line["group_size"], line["symmetric"])
+            figures = (line["format"], line["bits"], line["group_size"], line["symmetric"])
+            scheme = make_scheme(*figures, g_idx=line.get("g_idx", False))
             layer = empty_like(cast("nn.Linear", model.module.get_submodule(line["name"])), scheme)
             model.module.set_submodule(line["name"], layer)
         if report.details.get("untied"):
@@ -161,6 +162,7 @@ def _module_plan(target: Target, info: ModelInfo) -> ModulePlan:
         action=f"{target.method} to {describe(target.scheme)}",
         bytes_before=0 if target.untied else target.num_weights * info.dtype_bytes,
         bytes_after=target.scheme.nbytes(target.out_features, target.in_features, info.dtype_bytes),
+        scheme=target.scheme,
     )
 
 

@@ -15,26 +15,38 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized weight: codes uint8 [N, K], scales in the stored dtype [N, G], zeros uint8 [N, G] or None."""
+    """A quantized weight: codes uint8 [N, K], scales in the stored dtype [N, G], zeros uint8 [N, G] or None.
+
+    g_idx: group of each column, int32 [K]; None where groups follow one another.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
+    g_idx: torch.Tensor | None = None
 
     def rows(self, rows: slice) -> Quantized:
         """The part of some output rows."""
-        return Quantized(self.codes[rows], self.scales[rows], None if self.zeros is None else self.zeros[rows])
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Quantized(self.codes[rows], self.scales[rows], zeros, self.g_idx)
 
     def nearest(self, weight: torch.Tensor, bits: int) -> torch.Tensor:
         """What rounding `weight` [N, K] to nearest on the same grid would give, float32 [N, K]."""
-        groups, scales = to_groups(weight.float(), self.scales.shape[1]), self.scales.float()
-        codes = quantize_groups(groups, scales, self.zeros, bits)
-        return dequantize_groups(codes, scales, self.zeros, bits).view(weight.shape)
+        groups, scales, zeros = self._grouped(weight.float())
+        codes = quantize_groups(groups, scales, zeros, bits)
+        return dequantize_groups(codes, scales, zeros, bits).view(weight.shape)
 
     def dequantize(self, bits: int) -> torch.Tensor:
         """The values as float32 [N, K], before the rounding to the stored dtype that a layer applies."""
-        groups = to_groups(self.codes, self.scales.shape[1])
-        return dequantize_groups(groups, self.scales.float(), self.zeros, bits).view(self.codes.shape)
+        return dequantize_groups(*self._grouped(self.codes), bits).view(self.codes.shape)
+
+    def _grouped(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Values [N, K] as groups, with the scales and zero points of each; with g_idx every column is one."""
+        if self.g_idx is None:
+            return to_groups(values, self.scales.shape[1]), self.scales.float(), self.zeros
+        index = self.g_idx.long()
+        zeros = None if self.zeros is None else self.zeros[:, index]
+        return values.unsqueeze(-1), self.scales.float()[:, index], zeros
 
 
 def quantize_rtn(

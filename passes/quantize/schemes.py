@@ -65,7 +65,8 @@ def describe(scheme: QuantScheme) -> str:
     """The scheme in a few words, such as `W4 g64 sym` or `W8A8 float8 channel`."""
     group = "channel" if scheme.group_size == -1 else f"g{scheme.group_size}"
     if scheme.format == "pack-quantized":
-        return f"W{scheme.bits} {group} {'sym' if scheme.symmetric else 'asym'}"
+        order = " act order" if scheme.g_idx else ""
+        return f"W{scheme.bits} {group} {'sym' if scheme.symmetric else 'asym'}{order}"
     if scheme.format in ("int-quantized", "float-quantized"):
         block = group if scheme.group_size == -1 else f"block {scheme.group_size} x {scheme.group_size}"
         return f"W8A8 {'int8' if scheme.format == 'int-quantized' else 'float8'} {block}"

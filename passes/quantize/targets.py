@@ -94,6 +94,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
                 indivisible.append(f"{name} ({columns} input features, group size {asked})")
                 continue
             scheme = replace(scheme, group_size=smaller)
+        if _moves_groups(config, settings["method"], scheme, columns):
+            scheme = replace(scheme, g_idx=True)
         out.modules.append(Target(name, rows, columns, scheme, settings["method"], asked, untied))
 
     if indivisible:
@@ -109,11 +111,6 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
             "model only if all its modules share one scheme. Use one scheme, or set `symmetric: true` for all"
         )
     out.refusals += expert_refusals(info, experts, {target.name: target.scheme for target in out.modules})
-    if config.desc_act and not config.static_groups and any(t.method == "gptq" for t in out.modules):
-        out.refusals.append(
-            "activation order without static groups needs a group index per column, which compressed-tensors no longer "
-            "stores: set `static_groups: true`, or `desc_act: false`"
-        )
     if not out.modules and not out.refusals:
         out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")
     _add_notes(out, info)
@@ -154,6 +151,13 @@ def _scheme(name: str, settings: dict[str, Any]) -> QuantScheme:
         return make_scheme(**{key: value for key, value in settings.items() if key != "skip"})
     except ValueError as error:
         raise UsageError(str(error), where=f"quantize.overrides, for {name}") from None
+
+
+def _moves_groups(config: Config, method: str, scheme: QuantScheme, columns: int) -> bool:
+    """Whether gptq rounds it in activation order without static groups, so that columns of a group lie apart."""
+    by_gptq = method == "gptq" or (method == "awq" and config.rounding == "gptq")
+    ordered = config.desc_act and not config.static_groups
+    return by_gptq and ordered and scheme.format == "pack-quantized" and scheme.group_size not in (-1, columns)
 
 
 def _is_tied(info: ModelInfo, head: str) -> bool:

@@ -10,6 +10,8 @@ void Activations::resize(int new_rows, const Linear& l) {
   group = l.group;
   groups = l.groups;
   wants_totals = totals_for(l);
+  order = l.order.empty() ? nullptr : l.order.data();
+  order_key = l.order_key;
   const size_t padded = static_cast<size_t>(rows);
   data.reserve(padded * units() * 4);
   if (format == X_INT8) {
@@ -21,8 +23,11 @@ void Activations::resize(int new_rows, const Linear& l) {
 }
 
 void Activations::pack_row(int row, const float* x, int k, float* scratch) {
-  if (k < kp) {
-    std::memcpy(scratch, x, sizeof(float) * k);
+  if (k < kp || order) {
+    if (order)
+      for (int i = 0; i < k; ++i) scratch[i] = x[order[i]];
+    else
+      std::memcpy(scratch, x, sizeof(float) * k);
     std::memset(scratch + k, 0, sizeof(float) * (kp - k));
     x = scratch;
   }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .attention import allocate_kv, matches_torch
-from .linear import NativeLinear, quantize_rows
+from .linear import NativeLinear, order_of_groups, quantize_rows
 from .native import CACHE_FORMATS, PARTS, DecoderSpec, LayerSpec, StepArgs, contiguous, library, set_num_threads
 from .proof import Proof, check, expected_logits
 from .recognize import ACTIVATIONS, LinearPart, ModelStructure, UnsupportedModel, recognize, rope_table
@@ -81,19 +81,22 @@ def _native_linear(part: LinearPart, how: str, options: DecoderOptions, dtype: t
     activation = "int8" if quantized else "bfloat16" if dtype == torch.bfloat16 else "float32"
     if hasattr(module, "quant_state"):
         state = module.quant_state()
-        if getattr(state, "g_idx", None) is not None:
-            raise UnsupportedModel(
-                f"{part.name} orders its columns by activation (g_idx), which the kernels do not read"
-            )
         codes, scales, zeros = state.codes[rows], state.scales[rows], state.zeros
+        g_idx = getattr(state, "g_idx", None)
         zeros = None if zeros is None else zeros[rows]
         bits = 4 if state.bits <= 4 else 8
         if bits != state.bits and zeros is None:  # 2, 3 and 5 to 7 bits travel in the next larger format
             zeros = torch.full(scales.shape, 2 ** (state.bits - 1), dtype=torch.uint8)
         dequantize = options.rounds(dtype)
-        return NativeLinear.from_codes(
-            codes, scales, zeros, bits=bits, bias=bias, activation=activation, dequantize=dequantize
-        )
+        try:
+            order = None if g_idx is None else order_of_groups(g_idx, state.group_size)
+            layer = NativeLinear.from_codes(
+                codes if order is None else codes[:, order], scales, zeros, bits=bits, bias=bias, activation=activation,
+                dequantize=dequantize,
+            )  # fmt: skip
+        except ValueError as error:  # groups that the kernels do not have
+            raise UnsupportedModel(f"{part.name}: {error}") from None
+        return layer if order is None else layer.reorder_inputs(order)
     weight = module.weight.detach()[rows]
     if how in ("int8", "int4"):
         group = HEAD_GROUP if how == "int4" and weight.shape[1] % HEAD_GROUP == 0 else 0

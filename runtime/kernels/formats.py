@@ -41,10 +41,10 @@ def empty_like(linear: nn.Linear, scheme: QuantScheme, dtype: torch.dtype | None
     return layer.train(linear.training)
 
 
-def make_scheme(format: str, bits: int, group_size: int, symmetric: bool = True) -> QuantScheme:
+def make_scheme(format: str, bits: int, group_size: int, symmetric: bool = True, g_idx: bool = False) -> QuantScheme:
     """The scheme of these figures in a compressed-tensors format. Raises ValueError where there is none."""
     if format == "pack-quantized":
-        return QuantScheme(bits, group_size, symmetric)
+        return QuantScheme(bits, group_size, symmetric, g_idx)
     if format in ("int-quantized", "float-quantized"):
         return ScaledScheme(bits, group_size, symmetric, kind="int8" if format == "int-quantized" else "float8")
     return Float4Scheme(bits, group_size, symmetric, kind=format.removesuffix("-pack-quantized"))

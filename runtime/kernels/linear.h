@@ -21,6 +21,8 @@
 // With bfloat16 weights, stored or dequantized, a row's sum runs over columns in order. `chunk` cuts it as oneDNN does: each
 // chunk of columns is summed from zero and then added to the total, so that with its chunks the sums have its bits.
 #pragma once
+#include <vector>
+
 #include "arena.h"
 #include "microkernel.h"
 
@@ -33,6 +35,8 @@ enum ScaleFormat { S_F32 = 0, S_BF16 = 1, S_F16 = 2 };
 struct Linear {
   int weight, activation;
   int n, k;          // rows and columns as given
+  std::vector<int32_t> order;  // column i of the packed weight multiplies x[order[i]]; empty: x[i]
+  uint64_t order_key = 0;      // tells orders apart; 0: none
   int tiles, kp;     // tiles of 32 rows; columns padded to a multiple of 32
   int group, groups; // columns of a group (kp when one group spans them)
   bool symmetric;
@@ -54,7 +58,7 @@ struct Linear {
     return false;
 #endif
   }
-  size_t bytes() const { return tile_bytes * tiles + (has_bias ? sizeof(float) * n : 0); }
+  size_t bytes() const { return tile_bytes * tiles + (has_bias ? sizeof(float) * n : 0) + sizeof(int32_t) * order.size(); }
 };
 
 // Rows of activations, packed for the microkernels in panels of 12 rows: unit u of row m of a panel with r rows lies at
@@ -65,6 +69,8 @@ struct Activations {
   Buffer<float> scales;  // X_INT8: t_g
   Buffer<int32_t> sums;  // X_INT8: sum of q over the group
   Buffer<float> totals;  // otherwise: float sum of the group's values as they enter the products
+  const int32_t* order = nullptr;  // of the linears that these are packed for, see Linear::order
+  uint64_t order_key = 0;
   const uint8_t* alone = nullptr;  // per row: whether it is the only one of its matrix, see Linear::chunk; null: all are not
 
   int units() const { return kp * (format == X_F32 ? 4 : format == X_BF16 ? 2 : 1) / 4; }
@@ -74,7 +80,7 @@ struct Activations {
   bool wants_totals = false;  // only float products with zero points of their own need them
   static bool totals_for(const Linear& l) { return l.activation != X_INT8 && !l.symmetric; }
   bool matches(const Linear& l) const {
-    return format == l.activation && group == l.group && kp == l.kp && wants_totals == totals_for(l);
+    return format == l.activation && group == l.group && kp == l.kp && wants_totals == totals_for(l) && order_key == l.order_key;
   }
   // Packs row `row` from x[k], k <= kp. Rows may be packed by several threads at once. `scratch` holds kp floats.
   void pack_row(int row, const float* x, int k, float* scratch);

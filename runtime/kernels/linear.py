@@ -129,6 +129,15 @@ class NativeLinear:
             values = contiguous(bias, torch.float32)  # has to outlive the call
             library().llmopt_linear_set_bias(self.handle, values.data_ptr())
 
+    def reorder_inputs(self, order: torch.Tensor) -> NativeLinear:
+        """Let column i of the packed weight multiply input `order[i]`, a permutation int64 or int32 [in]; returns the
+        layer. Raises ValueError where it is none."""
+        if not torch.equal(order.long().sort().values, torch.arange(self.in_features)):
+            raise ValueError(f"the order is no permutation of {self.in_features} columns")
+        values = contiguous(order, torch.int32)
+        library().llmopt_linear_set_order(self.handle, values.data_ptr())
+        return self
+
     def sum_as_torch(self) -> NativeLinear:
         """Cut the sums over columns as torch's own bfloat16 products do on this machine; returns the layer."""
         together, alone = torch_chunks(self.in_features)
@@ -213,6 +222,15 @@ def _narrowest(scales: torch.Tensor) -> torch.Tensor:
         if torch.equal(exact.to(dtype).float(), exact):
             return exact.to(dtype)
     return exact
+
+
+def order_of_groups(g_idx: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The columns, group by group, int64 [K], of a layer whose column k is in group `g_idx[k]`. Raises ValueError where
+    the groups do not have `group_size` columns each."""
+    order = torch.argsort(g_idx, stable=True)
+    if not torch.equal(g_idx[order].long(), torch.arange(len(g_idx)) // group_size) or len(g_idx) % group_size:
+        raise ValueError(f"its groups are not of {group_size} columns each")
+    return order
 
 
 def quantize_rows(weight: torch.Tensor, *, bits: int, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:

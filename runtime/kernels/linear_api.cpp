@@ -98,6 +98,14 @@ void llmopt_linear_set_bias(Linear* l, const float* bias) {
   l->has_bias = true;
 }
 
+// Lets column i of the packed weight multiply x[order[i]]; order int32 [k], a permutation.
+void llmopt_linear_set_order(Linear* l, const int32_t* order) {
+  l->order.assign(order, order + l->k);
+  uint64_t key = 14695981039346656037ull;  // FNV-1a
+  for (const int32_t column : l->order) key = (key ^ static_cast<uint32_t>(column)) * 1099511628211ull;
+  l->order_key = key ? key : 1;
+}
+
 // Columns of a chunk (see linear.h) of rows that stand with others and of rows alone, 0: one sum. One must divide the other.
 void llmopt_linear_set_chunks(Linear* l, int together, int alone) {
   l->chunk[0] = together;

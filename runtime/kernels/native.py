@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llmopt_linear_pack_codes": (None, [P, I, I, P, P, P]),
     "llmopt_linear_pack_values": (None, [P, I, I, P, I]),
     "llmopt_linear_set_bias": (None, [P, P]),
+    "llmopt_linear_set_order": (None, [P, P]),
     "llmopt_linear_set_chunks": (None, [P, I, I]),
     "llmopt_linear_forward": (I, [P, I, P, I64, P, I64]),
     "llmopt_write_kv": (I, [I, I, I, I, I, P, P, I, P, P, P]),

@@ -5,7 +5,7 @@ Its state dict is the module's part of a compressed-tensors `pack-quantized` che
     weight_packed      int32 [N, ceil(K * bits / 32)]   unsigned codes, see bitpack.py
     weight_scale       model dtype [N, G]               G = K / group_size, or 1 per output channel
     weight_zero_point  int32 [ceil(N * bits / 32), G]   asymmetric schemes only; unsigned codes packed along N
-    weight_g_idx       int32 [K]                        group of each column; only in old activation-ordered files
+    weight_g_idx       int32 [K]                        group of each column; only where they lie apart
     weight_shape       int64 [2]                        (N, K)
     bias               model dtype [N]                  where the layer has one
 
@@ -35,7 +35,7 @@ class QuantScheme:
     group_size: int = -1
     symmetric: bool = True
     g_idx: bool = False
-    """Columns carry their group's number (activation order without static groups); read, never written."""
+    """Columns carry their group's number (activation order without static groups)."""
 
     @property
     def format(self) -> str:
@@ -192,10 +192,13 @@ class PackedLinear(WeightHolder):
         scales: torch.Tensor,
         zeros: torch.Tensor | None,
         scheme: QuantScheme,
+        g_idx: torch.Tensor | None = None,
     ) -> PackedLinear:
-        """Pack codes (uint8 [N, K]), scales (floating [N, G]) and zeros (uint8 [N, G]; None if symmetric).
+        """Pack codes (uint8 [N, K]), scales (floating [N, G]), zeros (uint8 [N, G]; None if symmetric) and, where the
+        scheme has them, the groups of columns (int32 [K]).
 
-        The linear gives its shape and its bias. Raises ValueError where shapes or symmetry do not fit the scheme.
+        The linear gives its shape and its bias. Raises ValueError where shapes, symmetry or g_idx do not fit the
+        scheme.
         """
         rows, columns = linear.out_features, linear.in_features
         groups = scheme.num_groups(columns)
@@ -206,11 +209,15 @@ class PackedLinear(WeightHolder):
             )
         if scheme.symmetric != (zeros is None):
             raise ValueError("zero points are for asymmetric schemes, and only for those")
+        if scheme.g_idx != (g_idx is not None):
+            raise ValueError("groups of columns are for schemes with g_idx, and only for those")
         layer = cls(columns, rows, scheme)
         layer.weight_packed = fixed(pack_rows(codes, scheme.bits))
         layer.weight_scale = fixed(scales)
         if zeros is not None:
             layer.weight_zero_point = fixed(pack_rows(zeros.t().contiguous(), scheme.bits).t())
+        if g_idx is not None:
+            layer.weight_g_idx = fixed(g_idx.to(torch.int32))
         layer.weight_shape = fixed(torch.tensor([rows, columns], dtype=torch.int64, device=codes.device))
         layer.keep_bias(linear)
         return layer
