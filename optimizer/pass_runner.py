@@ -106,6 +106,10 @@ class PassRunner:
         if not (item.streams and item.changes_weights):
             return None
         identity = {"threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
+        if item.calibrates():
+            from ..runtime.kernels.calibration import backend
+
+            identity["products"] = backend()
         checkpoint = self.workspace.checkpoint(key, identity)
         if checkpoint is None and model.weights is not None:
             checkpoint = Checkpoint(workdir / key)

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from .config import Config
     from .targets import Target
 
+HELD = 64 << 20
+"""Bytes of states between two parts of a block that are kept in memory where a checkpoint's folder could take them."""
+
 
 def quantize_blocks(
     model: LoadedModel, targets: list[Target], config: Config, context: Context, restore: Callable[[Lines], None]
@@ -105,9 +108,10 @@ class _Run:
             self.captured = capture(self.module, self.blocks, self.batches[:1])
         checked = self._preflight(self.captured[0], done, last)
         offload = checked.offload and checkpoint is not None
-        self.live.offload, self.live.scratch = offload, None
-        if checkpoint is not None and offload:
+        self.live.offload = offload
+        if checkpoint is not None and (offload or checked.between_parts > HELD):
             self.live.scratch = checkpoint.scratch("parts")
+        if checkpoint is not None and offload:
             self.live.begin(checkpoint.scratch("start"))
         self.live.keep(0, self.captured[0])
         with self.model.loaded(*around):

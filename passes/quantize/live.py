@@ -63,9 +63,11 @@ class Stash:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._kept: dict[str, torch.Tensor | Path] = {}
+        self._devices: dict[str, torch.device] = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a tensor under a name, in the place of what was kept there."""
+        self._devices[name] = tensor.device
         if self._folder is None:
             self._kept[name] = tensor
             return
@@ -74,9 +76,9 @@ class Stash:
         self._kept[name] = path
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU where it lies in a file."""
+        """The tensor of that name, where it was."""
         kept = self._kept[name]
-        return read_stored(locate([kept])["state"]) if isinstance(kept, Path) else kept
+        return read_stored(locate([kept])["state"]).to(self._devices[name]) if isinstance(kept, Path) else kept
 
     def take(self, name: str) -> torch.Tensor:
         """The same, no longer kept."""

@@ -40,9 +40,9 @@ SLICES = 1 << 27
 class Preflight:
     """Bytes of each kind at the peak of the widest block, and what there is; seconds of the largest factorization.
 
-    live: the states of all batches between two blocks and, where a block is run in parts, between two parts; offload:
-    whether they go to files, because a quarter of what is available does not hold them. products: where sums of outer
-    products are computed.
+    live: the states of all batches between two blocks; between_parts: those between two parts of a block, where it is
+    run so. offload: whether both go to files, because a quarter of what is available does not hold them. products:
+    where sums of outer products are computed.
     """
 
     block: str
@@ -51,6 +51,7 @@ class Preflight:
     solver: int
     activations: int
     live: int
+    between_parts: int
     available: int
     offload: bool
     cholesky_columns: int
@@ -60,14 +61,14 @@ class Preflight:
     @property
     def needed(self) -> int:
         """Bytes on top of what the process has now."""
-        live = 0 if self.offload else self.live
+        live = 0 if self.offload else self.live + self.between_parts
         return self.weights + self.hessians + self.solver + self.activations + live
 
     def check(self) -> None:
         """Raise RunError with the figures where the block will not fit."""
         if self.needed <= self.available:
             return
-        parts = ("weights", "hessians", "solver", "activations", *(() if self.offload else ("live",)))
+        parts = ("weights", "hessians", "solver", "activations", *(() if self.offload else ("live", "between_parts")))
         figures = ", ".join(f"{name} {getattr(self, name) / 2**20:,.0f}" for name in parts)
         raise RunError(
             f"quantizing it needs about {self.needed / 2**20:,.0f} MiB ({figures}) and "
@@ -109,9 +110,10 @@ def preflight(
     tokens = hidden.shape[0] * hidden.shape[1]
     widest = max(max(target.in_features, target.out_features) for target in targets)
     live = hidden.nbytes // tokens * num_tokens * (3 if follows_original else 1)
+    between_parts = 0
     if in_parts:
         alone = [group[0] for group in groups if len(group) == 1]
-        live += hidden.element_size() * num_tokens * sum(max(t.in_features, t.out_features) for t in alone)
+        between_parts = hidden.element_size() * num_tokens * sum(max(t.in_features, t.out_features) for t in alone)
     free = available_memory() if hidden.device.type == "cpu" else torch.cuda.mem_get_info(hidden.device)[0]
     allowed = free if max_memory is None else min(free, max_memory - resident_memory())
     tried = min(columns, TRIED)
@@ -123,8 +125,9 @@ def preflight(
         solver=solver,
         activations=ACTIVATION_COPIES * 4 * tokens * widest,
         live=live,
+        between_parts=between_parts,
         available=max(0, allowed),
-        offload=ENOUGH * live > allowed,
+        offload=ENOUGH * (live + between_parts) > allowed,
         cholesky_columns=columns,
         cholesky_seconds=seconds,
         products=backend(),

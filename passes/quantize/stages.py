@@ -133,7 +133,7 @@ def _parts(work: BlockWork, calibrated: dict[str, Target]) -> Parts | None:
     parts = on_one_sequence(
         work.captured[0], work.index, lambda call, hidden: plan_parts(work.block, layers, call, hidden)
     )
-    if parts is not None and work.live.offload:
+    if parts is not None:
         parts.stash = Stash(work.live.scratch)
     return parts
 
