@@ -21,6 +21,10 @@ OWNED = {"model": "model", "revision": "model", "max_ngram": "ngram", "history":
 """Options → the kind that they belong to; kind `auto` takes all but `layers`."""
 
 
+FORCED = 3
+"""Drafts a step in a second measurement of a model whose drafts the adaptive number never makes."""
+
+
 class Draft(Pass):
     """Chooses a draft source, measures its acceptance and speed-up on this machine, and records it in the RuntimeSpec.
 
@@ -157,6 +161,12 @@ class Draft(Pass):
             found = measure(
                 runner, specs, None if source is None else source.folder, prompts, self.config.new_tokens, context
             )
+            for one in found:
+                if one.spec.num_tokens is None and not one.drafted and one.spec.kind in ("model", "layer_skip"):
+                    fixed = one.spec.model_copy(update={"num_tokens": FORCED})
+                    folder = None if source is None else source.folder
+                    forced = measure(runner, [fixed], folder, prompts, self.config.new_tokens, context)
+                    one.more[f"{FORCED}_drafts_forced"] = forced[0].as_dict()
         details["measured"] = {one.spec.kind: one.as_dict() for one in found}
         best = max(found, key=lambda one: one.speedup)
         if best.spec.kind in ("model", "layer_skip"):
@@ -181,6 +191,8 @@ class Draft(Pass):
 
     def _judge(self, best: Measured, context: Context, found: list[Measured]) -> None:
         faults = []
+        if not best.drafted and best.spec.kind in ("model", "layer_skip"):
+            faults.append("at its cost no draft was worth making")
         if best.speedup * (1 + best.error) < self.config.min_speedup:
             faults.append(f"it reaches {best.speedup:.2f} of the {self.config.min_speedup:g} times asked for")
         if best.acceptance < self.config.min_acceptance:

@@ -62,6 +62,12 @@ class Measured:
         }
 
     def __str__(self) -> str:
+        forced = next((f for name, f in self.more.items() if name.endswith("_forced")), None)
+        if forced is not None:
+            return (
+                f"{self.spec.kind}: {forced['speedup']} times plain decoding where drafts are forced, of which "
+                f"{forced['acceptance_rate']:.0%} are accepted"
+            )
         return (
             f"{self.spec.kind}: {self.speedup:.2f} (± {self.error:.2f}) times plain decoding, {self.acceptance:.0%} of "
             f"{self.drafted} drafts accepted, {self.tokens_per_step:.2f} tokens a step"

@@ -29,7 +29,7 @@ from llmopt.runtime.engine.sampling_params import SamplingParams
 from llmopt.runtime.engine.scheduler_config import SchedulerConfig
 
 SPECS = {
-    "ngram": DraftSpec(kind="ngram"),
+    "ngram": DraftSpec(kind="ngram", num_tokens=4),
     "suffix": DraftSpec(kind="suffix", history=2000, num_tokens=5),
     "model": DraftSpec(kind="model", num_tokens=3),
     "layer_skip": DraftSpec(kind="layer_skip", layers=[0, 2], num_tokens=3),

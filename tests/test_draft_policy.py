@@ -23,7 +23,7 @@ def test_costs_are_straight_between_the_points_and_beyond():
 
 
 def test_measuring_a_runner_gives_an_ascending_curve():
-    runner = FakeRunner(num_blocks=64, block_size=4, max_model_len=200)
+    runner = FakeRunner(num_blocks=64, block_size=4, max_model_len=60)
     costs = measure(runner, seconds=0.05)
     assert costs.sizes[0] == 1 and list(costs.seconds) == sorted(costs.seconds) and costs.seconds[0] > 0
     assert measure(FakeRunner(num_blocks=1, block_size=2), seconds=0.01).sizes == (1, 2)

@@ -14,7 +14,7 @@ from .suffix_automaton import SharedMatch, SharedSuffixes, SuffixAutomaton
 
 CLASSES = (2, 3, 5, 8, 16)
 """Upper ends of the classes of match lengths; the last class is open."""
-PRIORS = (0.35, 0.45, 0.6, 0.7, 0.8, 0.9)
+PRIORS = (0.25, 0.35, 0.5, 0.6, 0.75, 0.9)
 """Acceptance of drafts by class before anything is known."""
 FAR = 24
 """Tokens beyond which a match is not measured: longer ones all belong to the last class."""

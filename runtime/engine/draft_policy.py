@@ -17,8 +17,10 @@ from .draft_costs import StepCosts
 
 LONGEST = 24
 """Most drafts of a request in one step."""
-MARGIN = 1.02
+MARGIN = 1.05
 """Drafts must promise this many times the plain step's tokens a second: what the costs leave out is in it."""
+STEP_OVERHEAD, TOKEN_OVERHEAD = 2e-4, 5e-5
+"""Seconds that drafts cost outside the model: finding them and laying out longer rows; sampling and reading each."""
 
 
 @dataclass
@@ -98,7 +100,7 @@ def worthless(costs: StepCosts, load: Load) -> bool:
     tokens = load.decoding + load.others
     step = costs.of(tokens) + load.decoding * costs.attention(load.context)
     more = costs.of(tokens + load.decoding) - costs.of(tokens)
-    more += load.decoding * costs.token_context * load.context
+    more += load.decoding * (costs.token_context * load.context + TOKEN_OVERHEAD)
     return more >= step / MARGIN
 
 
@@ -123,22 +125,23 @@ def best_lengths(
     tokens, rows = load.decoding + load.others, load.decoding
     plain = costs.of(tokens) + rows * costs.attention(load.context)
     speed = rows / plain
-    token_attention = costs.token_context * load.context
+    each = costs.token_context * load.context + TOKEN_OVERHEAD
+    floor = speed * (costs.least_slope + each)
+    if max(rate for rate, limit in zip(rates, limits) if limit > 0) <= floor:
+        return [0] * len(rates)
     survival = np.minimum(np.asarray(rates, float), 0.995)[:, None] ** np.arange(1, longest + 1)
-    inside = np.asarray(limits)[:, None] >= np.arange(1, longest + 1)
-    floor = speed * (costs.least_slope + token_attention)
-    inside &= survival > floor
+    inside = (np.asarray(limits)[:, None] >= np.arange(1, longest + 1)) & (survival > floor)
     counts = inside.sum(axis=0)
     gained = (survival * inside).sum(axis=0).cumsum()
     added = counts.cumsum()
-    best, depth, spent = speed * MARGIN, 0, 0.0
+    best, depth, spent = speed * MARGIN, 0, STEP_OVERHEAD
     for j in range(longest):
         if not counts[j]:
             break
         if draft_seconds is not None:
             spent += draft_seconds(int(counts[j]))
         more = int(added[j])
-        seconds = costs.of(tokens + more) + rows * costs.attention(load.context) + more * token_attention + spent
+        seconds = costs.of(tokens + more) + rows * costs.attention(load.context) + more * each + spent
         if (rows + gained[j]) / seconds > best:
             best, depth = (rows + gained[j]) / seconds, j + 1
     return [min(depth, int(n)) for n in inside.sum(axis=1)]
