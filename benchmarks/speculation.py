@@ -188,7 +188,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a task at batch 1; else the batch size")
-    parser.add_argument("--new", type=int, default=96, help="tokens to generate")
+    parser.add_argument("--new", type=int, default=128, help="tokens to generate")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--transformers", action="store_true", help="also transformers' generate, at batch 1")

@@ -169,7 +169,8 @@ def generate(engine: Engine, prompt: Sequence[int], new_tokens: int) -> tuple[li
     from ..runtime.engine.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
-    started, tokens = time.perf_counter(), []
+    tokens: list[int] = []
+    started = time.perf_counter()
     engine.add_request(prompt, params)
     while engine.has_work:
         for output in engine.step():
