@@ -12,6 +12,8 @@ from pydantic import Field
 from ..optimizer.base import Context, Exporter, Options, PlanItem
 from ..optimizer.errors import RunError
 from ..runtime.open import quiet_transformers
+from .libraries import format_name
+from .torchao import add_metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,16 +71,18 @@ class HuggingFaceExporter(Exporter):
         """Write the folder. Raises RunError where a file that the model needs could not be written."""
         from .compressed_tensors import packed_modules, quantization_config
         from .gptq import gptq_config, write_twin
+        from .libraries import library_config
 
         module = cast("PreTrainedModel", model.module)
         layers: list[Any] = [layer for _, layer in packed_modules(module)]
         by_gptq = bool(layers) and self._by_gptq(layer.scheme for layer in layers)
-        quantization = gptq_config(module) if by_gptq else quantization_config(module)
+        quantization = gptq_config(module) if by_gptq else library_config(module) or quantization_config(module)
         if quantization is not None:
             module.config.quantization_config = quantization
         module.config.use_cache = True
         with quiet_transformers():
             self._save_module(model, directory, by_gptq)
+            add_metadata(module, directory)
             model.tokenizer.save_pretrained(directory)
             model.generation_config.save_pretrained(directory)
         if quantization is not None and by_gptq:
@@ -92,7 +96,7 @@ class HuggingFaceExporter(Exporter):
         return {
             "name": self.name,
             "config": self.config.model_dump(mode="json"),
-            "format": quantization["format"] if quantization else str(module.dtype).removeprefix("torch."),
+            "format": format_name(quantization) if quantization else str(module.dtype).removeprefix("torch."),
             "quantized_modules": len(layers),
         }
 

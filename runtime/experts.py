@@ -111,7 +111,7 @@ def unreadable_experts(schemes: Iterable[QuantScheme]) -> str:
         if not (plain or channels or scheme.format == "mxfp4-pack-quantized"):
             return (
                 "experts in this scheme cannot be loaded by transformers: use a symmetric one without int8 "
-                "activations, fp8 with a scale a channel, or mxfp4"
+                "activations, fp8 with a scale a channel, or mxfp4, or keep the experts (`experts: keep`)"
             )
     return ""
 

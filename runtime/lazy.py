@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..optimizer.errors import RunError
 from .memory import give_back
-from .packed_load import build_empty, ignorable
+from .packed_load import build_empty, ignorable, is_wide
 from .tensor_files import Stored, all_finite, locate, read_stored
 from .weight_files import weight_files
 
@@ -68,7 +68,7 @@ class LazyWeights:
                 count = int((~torch.isfinite(tensor)).sum())
                 raise RunError(f"{key} has {count} values that are NaN or infinite", self.source, "Restore the weights")
             self._finite.add(key)
-        return tensor.to(self.dtype) if self.converts else tensor
+        return tensor.to(self.dtype) if self.converts and is_wide(name, tensor) else tensor
 
     def load(self, *names: str) -> None:
         """Fill the modules of these names (`""` is the whole model), with everything below them."""
@@ -204,12 +204,16 @@ def leading_blocks(model: LoadedModel) -> Iterator[int | None]:
 
 def _pack(module: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> bool:
     """Put quantized layers where the config has them; False where their format is not one of this package's."""
+    from .library_formats import install_library_layers, runs_library_format
     from .packed_format import install_packed_linears, runs_packed
 
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return True
     arguments = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if runs_library_format(arguments):
+        install_library_layers(module, folder, arguments, dtype)
+        return True
     if not runs_packed(arguments):
         return False
     install_packed_linears(module, arguments, dtype, folder)

@@ -12,6 +12,7 @@ from ..optimizer.errors import LlmoptError, RunError, UsageError
 from ..optimizer.runtime_spec import AttentionSpec, RuntimeSpec
 from .artifact import read_manifest, runtime_spec, verify_files
 from .chat import context_length
+from .library_formats import prepare_library_layers, runs_library_format
 from .memory import weight_bytes
 from .tokenizer_files import open_tokenizer
 from .weight_files import read_header, read_json, weight_files
@@ -251,6 +252,14 @@ def _open_module(
             return load_packed(
                 folder, config, quantization, dtype=dtype, device=device, trust_remote_code=trust_remote_code
             )
+    if quantization and runs_library_format(quantization):
+        from .packed_load import load_packed
+
+        module = load_packed(
+            folder, config, quantization, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+        prepare_library_layers(module)
+        return module
     return _from_pretrained(folder, dtype, device, trust_remote_code)
 
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ..optimizer.errors import RunError
 from .weight_files import weight_files
 
+OWN_DTYPE = ("weight_global_scale", ".scales", ".absmax", ".nested_absmax", "quant_map", ".SCB", "._weight_scale")
+"""Ends of names of tensors whose dtype is that of their format, whatever the model's."""
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -39,13 +42,17 @@ def load_packed(
     import torch
 
     from .gptq_format import check_gptq_linears
+    from .library_formats import install_library_layers, runs_library_format
     from .packed_format import GPTQ, install_packed_linears
 
     gptq = quantization_config.get("quant_method") == GPTQ
     convert = gptq or dtype != getattr(config, "dtype", dtype)
     model = build_empty(config, dtype, trust_remote_code)
     split_stored_experts(model, folder)
-    install_packed_linears(model, quantization_config, dtype, folder)
+    if runs_library_format(quantization_config):
+        install_library_layers(model, folder, quantization_config, dtype)
+    else:
+        install_packed_linears(model, quantization_config, dtype, folder)
     loaded: set[str] = set()
     unexpected: list[str] = []
     for file in weight_files(folder):
@@ -80,9 +87,8 @@ def split_stored_experts(model: nn.Module, folder: Path) -> None:
 
 
 def is_wide(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes by the model's dtype: float8 codes and scales, nvfp4's divisor and GPTQ's scales do not."""
-    own = name.endswith(("weight_global_scale", ".scales"))
-    return tensor.is_floating_point() and tensor.element_size() > 1 and not own
+    """Whether a tensor goes by the model's dtype: float8 codes and scales and those of `OWN_DTYPE` have their own."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith(OWN_DTYPE)
 
 
 def build_empty(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -112,6 +118,17 @@ def read_tensors(file: Path, device: str = "cpu") -> Iterable[tuple[str, torch.T
         raise RunError(f"the file cannot be read ({error})", where=str(file), what_to_do="Fetch it again.") from None
 
 
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The deepest module on the way to a tensor of the state dict, and the rest of the name, which may have points."""
+    module, rest = model, name
+    while "." in rest:
+        child, _, deeper = rest.partition(".")
+        if module._modules.get(child) is None:
+            break
+        module, rest = cast("nn.Module", module._modules[child]), deeper
+    return module, rest
+
+
 def assign(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -> bool:
     """Make `tensor` the parameter or buffer `name` of the model; False where the model has none of that name.
 
@@ -119,11 +136,7 @@ def assign(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -> boo
     """
     from torch import nn
 
-    path, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        return False
+    module, leaf = owner_of(model, name)
     for table in (module._parameters, module._buffers):
         current = table.get(leaf)
         if current is None:

@@ -9,7 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from ...optimizer.base import Options
 from .schemes import figures
 
-Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "mxfp4", "nvfp4"]
+Method = Literal[
+    "rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "mxfp4", "nvfp4", "bnb-nf4", "bnb-int8", "dynamic-int8"
+]
 Activations = Literal["none", "int8"]
 CALIBRATED = frozenset({"gptq", "awq", "smoothquant"})
 """Methods that need calibration text; the others round a layer from its weight alone."""
@@ -53,7 +55,10 @@ class Config(Options):
         "`awq` scales up input channels with large activations first, as far as that lowers the layers' output error, "
         "and folds the inverse into the norm or layer before (Lin et al. 2023); `smoothquant` moves activation "
         "outliers into weights so, and is W8A8 (Xiao et al. 2022); both then round as `rounding` says. "
-        "Nearest values of floats, without data: `fp8` (W8A8, e4m3), `mxfp4` and `nvfp4` (4 bits, weight-only).",
+        "Nearest values of floats, without data: `fp8` (W8A8, e4m3), `mxfp4` and `nvfp4` (4 bits, weight-only). "
+        "For other libraries, one method for the whole model: `bnb-nf4` (4 bits, double quantization) and `bnb-int8` "
+        "(LLM.int8(), outliers of 6 and above apart) in bitsandbytes' format, `dynamic-int8` (int8 weights and dynamic "
+        "int8 inputs) in torchao's.",
     )
     bits: int | None = Field(None, ge=2, le=8, description="Bits of a code: 4 by default, 8 where activations are too.")
     group_size: int | None = Field(

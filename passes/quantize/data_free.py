@@ -13,6 +13,7 @@ from ...runtime.kernels.packed import QuantScheme
 from ...runtime.kernels.scaled import ScaledScheme
 from .fp8 import LARGEST_E4M3, FloatQuantized, quantize_fp8
 from .hqq import quantize_hqq
+from .library_formats import quantize_dynamic_int8, quantize_llm_int8, quantize_nf4
 from .microscaling import LARGEST_E2M1, quantize_mxfp4, quantize_nvfp4
 from .rtn import Quantized, quantize_rtn
 
@@ -52,4 +53,7 @@ METHODS: dict[str, DataFree] = {
     "fp8": lambda weight, scheme, steps, _: quantize_fp8(weight, cast(ScaledScheme, scheme), weight.dtype, steps),
     "mxfp4": lambda weight, _, steps, __: quantize_mxfp4(weight, steps > 0),
     "nvfp4": lambda weight, _, steps, fused: quantize_nvfp4(weight, steps, shared_magnitude(fused)),
+    "bnb-nf4": lambda weight, *_: quantize_nf4(weight),
+    "bnb-int8": lambda weight, *_: quantize_llm_int8(weight),
+    "dynamic-int8": lambda weight, *_: quantize_dynamic_int8(weight),
 }

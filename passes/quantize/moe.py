@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...runtime.experts import expert_shapes, find_stacked, stored_singly, unreadable_experts
+from .schemes import LIBRARY_FORMATS
 
 if TYPE_CHECKING:
     from ...optimizer.model import ModelInfo
@@ -29,7 +30,8 @@ def expert_refusals(info: ModelInfo, shapes: dict[str, tuple[int, int]], schemes
     singly = [name for name in stacked if name not in info.tensors]
     chosen = [schemes[name] for name in shapes if name in schemes]
     kept = bool(singly) and len(chosen) < max(1, len(shapes))
-    if kept and any(scheme.format != "float-quantized" for scheme in schemes.values()):
+    formats = {scheme.format for scheme in schemes.values()}
+    if kept and formats - {"float-quantized", *LIBRARY_FORMATS.values()}:
         return [
             f"{singly[0]} is stored as single experts, which transformers takes to be quantized like the other layers: "
             "quantize all experts (`experts: quantize`), or use `method: fp8`"

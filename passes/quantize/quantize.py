@@ -178,6 +178,8 @@ def _summary(targets: Targets) -> str:
 
 def _check(module: nn.Module, targets: list[Target], info: ModelInfo) -> tuple[int, int]:
     """Bytes of the planned modules before and after. Raises RunError where the model is not as planned."""
+    import torch
+
     from ...runtime.kernels.formats import QUANTIZED
 
     packed = {name: m for name, m in module.named_modules() if isinstance(m, QUANTIZED)}
@@ -186,7 +188,7 @@ def _check(module: nn.Module, targets: list[Target], info: ModelInfo) -> tuple[i
         odd = sorted(set(packed) ^ expected)
         raise RunError(f"{len(packed)} modules are packed, {len(expected)} were planned", where=odd[0])
     for target in targets:
-        dtype_bytes = packed[target.name].weight_scale.element_size()
+        dtype_bytes = getattr(packed[target.name], "weight_scale", torch.empty(0)).element_size()
         planned = target.scheme.nbytes(target.out_features, target.in_features, dtype_bytes)
         if packed[target.name].packed_nbytes != planned:
             raise RunError(

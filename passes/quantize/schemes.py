@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, int] = {"bits": 4, "group_size": 64, "symmetric": True}
 W8A8: dict[str, int] = {"bits": 8, "group_size": -1, "symmetric": True}
 FLOAT4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
-OWN_INPUTS = frozenset({"fp8", *FLOAT4_GROUPS})
+LIBRARY_FORMATS = {"bnb-nf4": "bitsandbytes-nf4", "bnb-int8": "bitsandbytes-int8", "dynamic-int8": "torchao-int8"}
+"""Method → format of another library's own."""
+OWN_INPUTS = frozenset({"fp8", *FLOAT4_GROUPS, *LIBRARY_FORMATS})
 """Methods that settle what becomes of a layer's inputs."""
 
 
@@ -18,6 +20,8 @@ def fixed_figures(method: str, activations: str) -> dict[str, int]:
     """What a method or format leaves no choice of, by option: `bits`, `group_size`, `symmetric`."""
     if method in FLOAT4_GROUPS:
         return {**DEFAULTS, "group_size": FLOAT4_GROUPS[method]}
+    if method in LIBRARY_FORMATS:
+        return DEFAULTS if method == "bnb-nf4" else W8A8
     if method == "fp8":
         return {"bits": 8, "symmetric": True}
     return W8A8 if activations == "int8" or method == "smoothquant" else {}
@@ -49,6 +53,7 @@ def figures(
 
 def make_scheme(method: str, activations: str = "none", **asked: Any) -> QuantScheme:
     """The scheme for what `figures` makes of the options. Raises ValueError as it does."""
+    from ...runtime.kernels import formats
     from ...runtime.kernels.float4 import Float4Scheme
     from ...runtime.kernels.packed import QuantScheme
     from ...runtime.kernels.scaled import ScaledScheme
@@ -56,6 +61,8 @@ def make_scheme(method: str, activations: str = "none", **asked: Any) -> QuantSc
     values: dict[str, Any] = figures(method, activations=activations, **asked)
     if method in FLOAT4_GROUPS:
         return Float4Scheme.of(method)
+    if method in LIBRARY_FORMATS:
+        return formats.make_scheme(LIBRARY_FORMATS[method], **values)
     if method in ("fp8", "smoothquant") or activations == "int8":
         return ScaledScheme(group_size=values["group_size"], kind="float8" if method == "fp8" else "int8")
     return QuantScheme(**values)
@@ -70,6 +77,8 @@ def describe(scheme: QuantScheme) -> str:
     if scheme.format in ("int-quantized", "float-quantized"):
         block = group if scheme.group_size == -1 else f"block {scheme.group_size} x {scheme.group_size}"
         return f"W8A8 {'int8' if scheme.format == 'int-quantized' else 'float8'} {block}"
+    if scheme.format in LIBRARY_FORMATS.values():
+        return f"W{scheme.bits} {scheme.format} {group}"
     return f"{scheme.format.removesuffix('-pack-quantized')} {group}"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...optimizer.errors import RunError
-from ...runtime.packed_load import assign
+from ...runtime.packed_load import assign, owner_of
 from ...runtime.tensor_files import locate, read_stored
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class FinishedSteps:
             self.model.weights.forget()
             return lines
         for name, place in locate(self.checkpoint.files).items():
-            device = self.model.module.get_submodule(name.rpartition(".")[0])
-            if not assign(self.model.module, name, read_stored(place).to(_device(device)), place.file):
+            device = _device(owner_of(self.model.module, name)[0])
+            if not assign(self.model.module, name, read_stored(place).to(device), place.file):
                 raise RunError(f"{name} is not a tensor of the model", str(place.file))
         return lines
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import UsageError
 from ...runtime.kernels.packed import QuantScheme
+from .libraries import library_notes, library_refusals
 from .moe import expert_refusals, quantizable_experts
 from .patterns import select
 from .schemes import OWN_INPUTS, make_scheme
@@ -88,7 +89,7 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
                     continue
         scheme = _scheme(name, settings)
         asked = scheme.group_size
-        if asked != -1 and columns % asked:
+        if asked != -1 and columns % asked and not scheme.spans_rows:
             smaller = _largest_divisor(columns, asked)
             if config.indivisible == "error" or smaller is None or settings["method"] in ("mxfp4", "nvfp4"):
                 indivisible.append(f"{name} ({columns} input features, group size {asked})")
@@ -110,6 +111,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
             f"{len(schemes)} different schemes, an asymmetric one among them: transformers loads an asymmetric "
             "model only if all its modules share one scheme. Use one scheme, or set `symmetric: true` for all"
         )
+    out.refusals += library_refusals(out.modules, info)
+    out.notes += library_notes(out.modules)
     out.refusals += expert_refusals(info, experts, {target.name: target.scheme for target in out.modules})
     if not out.modules and not out.refusals:
         out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")

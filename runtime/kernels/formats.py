@@ -7,17 +7,30 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from .dynamic_int8 import DynamicInt8Linear, DynamicInt8Scheme
 from .float4 import Float4Linear, Float4Scheme, MXFP4Linear, NVFP4Linear
+from .four_bit import FourBitLinear, FourBitScheme
+from .llm_int8 import LLMInt8Linear, LLMInt8Scheme
 from .packed import PackedLinear, QuantScheme
 from .scaled import Float8Linear, Int8Linear, ScaledLinear, ScaledScheme
 
-QuantizedLinear: TypeAlias = PackedLinear | ScaledLinear | Float4Linear
-QUANTIZED = (PackedLinear, ScaledLinear, Float4Linear)
+LibraryLinear: TypeAlias = FourBitLinear | LLMInt8Linear | DynamicInt8Linear
+"""Layers in the formats of bitsandbytes and torchao."""
+QuantizedLinear: TypeAlias = PackedLinear | ScaledLinear | Float4Linear | LibraryLinear
+LIBRARY_FORMATS: dict[str, tuple[type[QuantScheme], type[LibraryLinear]]] = {
+    "bitsandbytes-nf4": (FourBitScheme, FourBitLinear),
+    "bitsandbytes-int8": (LLMInt8Scheme, LLMInt8Linear),
+    "torchao-int8": (DynamicInt8Scheme, DynamicInt8Linear),
+}
+QUANTIZED = (PackedLinear, ScaledLinear, Float4Linear, *(layer for _, layer in LIBRARY_FORMATS.values()))
 """All of them, for `isinstance`."""
 
 
-def layer_class(scheme: QuantScheme) -> type[PackedLinear] | type[ScaledLinear] | type[Float4Linear]:
+def layer_class(scheme: QuantScheme) -> type[QuantizedLinear]:
     """The class that holds a weight of this scheme."""
+    for kind, layer in LIBRARY_FORMATS.values():
+        if isinstance(scheme, kind):
+            return layer
     if isinstance(scheme, ScaledScheme):
         return Int8Linear if scheme.kind == "int8" else Float8Linear
     if isinstance(scheme, Float4Scheme):
@@ -42,7 +55,9 @@ def empty_like(linear: nn.Linear, scheme: QuantScheme, dtype: torch.dtype | None
 
 
 def make_scheme(format: str, bits: int, group_size: int, symmetric: bool = True, g_idx: bool = False) -> QuantScheme:
-    """The scheme of these figures in a compressed-tensors format. Raises ValueError where there is none."""
+    """The scheme of these figures in a format that a scheme has named. Raises ValueError where there is none."""
+    if format in LIBRARY_FORMATS:
+        return LIBRARY_FORMATS[format][0](bits, group_size, symmetric)
     if format == "pack-quantized":
         return QuantScheme(bits, group_size, symmetric, g_idx)
     if format in ("int-quantized", "float-quantized"):
@@ -52,4 +67,6 @@ def make_scheme(format: str, bits: int, group_size: int, symmetric: bool = True,
 
 def scale_values(layer: QuantizedLinear) -> torch.Tensor:
     """What the layer's codes are multiplied by, float32, in the shape of its scales."""
-    return layer.group_scales() if isinstance(layer, Float4Linear) else layer.weight_scale.detach().float()
+    if isinstance(layer, (PackedLinear, ScaledLinear)):
+        return layer.weight_scale.detach().float()
+    return layer.group_scales()

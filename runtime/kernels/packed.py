@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ class QuantScheme:
     symmetric: bool = True
     g_idx: bool = False
     """Columns carry their group's number (activation order without static groups)."""
+    spans_rows: ClassVar[bool] = False
+    """Groups run on over the ends of rows, so that their size need not divide a row."""
 
     @property
     def format(self) -> str:
