@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..optimizer.errors import RunError
@@ -41,12 +42,14 @@ def window_logits(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[tup
         yield ids, logits
 
 
-def runner_logits(runner: ModelRunner, windows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def runner_logits(
+    runner: ModelRunner, windows: torch.Tensor, first: int = CHUNK, chunk: int = CHUNK
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The same through an engine's runner, which is what answers prompts: logits float32 `[length - 1, vocab]`.
 
-    Each window is one request in steps of CHUNK tokens over the first blocks of the pool, so that the KV cache is read
-    as it is in use. The runner must not have requests of its own. Raises RunError where a window does not fit the pool
-    or a logit is not a number.
+    Each window is one request, its `first` tokens in one step and the others in steps of `chunk`, over the first blocks
+    of the pool, so that the KV cache is read as it is in use. The runner must not have requests of its own. Raises
+    RunError where a window does not fit the pool or a logit is not a number.
     """
     import torch
 
@@ -60,10 +63,10 @@ def runner_logits(runner: ModelRunner, windows: torch.Tensor) -> Iterator[tuple[
         raise RunError(f"a window of {length} tokens does not fit the engine's {limit}", "evaluate.window_length")
     for index, ids in enumerate(windows):
         tokens, parts = ids.tolist(), []
-        for start in range(0, length, CHUNK):
-            chunk = tuple(tokens[start : start + CHUNK])
-            table = tuple(range(-(-(start + len(chunk)) // runner.block_size)))
-            parts.append(runner.execute(StepPlan((Row(index, start, chunk, table, len(chunk)),))).clone())
+        for start, end in pairwise((0, *range(first, length, chunk), length)):
+            table = tuple(range(-(-end // runner.block_size)))
+            row = Row(index, start, tuple(tokens[start:end]), table, end - start)
+            parts.append(runner.execute(StepPlan((row,))).clone())
         logits = torch.cat(parts)[:-1]
         if not bool(torch.isfinite(logits[-1]).all()):
             raise RunError(f"the model's logits are not numbers (window {index})", type(runner).__name__)

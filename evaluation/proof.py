@@ -47,9 +47,10 @@ def prove(
 ) -> dict[str, Any]:
     """Open `folder` (an artifact, or a plain model folder) in a fresh process and return what it measured.
 
-    Keys: `perplexity` and `divergence` (against the file of `write_reference`; both None without one), `speed` (None
-    where the settings say so), `memory` (`weight_bytes`, `peak_rss`: bytes), `load_seconds`, `certificate` (what
-    was verified: files, backend, notes, environment, samples). Raises RunError with the process's last line.
+    Keys: `perplexity` and `divergence` (against the file of `write_reference`; both None without one), `cached` (the
+    same as read from the KV cache, where that is quantized; else None, see `cached.py`), `speed` (None where the
+    settings say so), `memory` (`weight_bytes`, `peak_rss`: bytes), `load_seconds`, `certificate` (what was verified:
+    files, backend, notes, environment, samples). Raises RunError with the process's last line.
     """
     if not isinstance(settings, ProofSettings):
         settings = ProofSettings(**(settings or {}))
@@ -68,9 +69,11 @@ def prove(
 
 def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> dict[str, Any]:
     """What the fresh process does; see `prove`. Raises LlmoptError where the artifact does not hold."""
+    from ..runtime import kv_settings
     from ..runtime.linear_settings import applied, require_applied
     from ..runtime.llm import LLM
     from ..runtime.open import open_model
+    from .cached import measure_cached
     from .memory import peak_rss
     from .proof_streamed import examine_streamed, too_large
     from .speed import measure_speed
@@ -84,7 +87,10 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     with LLM.from_opened(opened, engine=settings.engine, release=True) as llm:  # type: ignore[arg-type]
         if reference is not None:
             require_applied(opened.runtime.linear, llm.runner, str(folder))
+            kv_settings.require_applied(opened.runtime.kv_cache, llm.runner, str(folder))
         perplexity, divergence = compare(llm, reference) if reference is not None else (None, None)
+        reads_codes = reference is not None and llm.runner is not None and kv_settings.quantized(llm.runner)
+        cached = measure_cached(llm.runner, reference) if reads_codes else None  # type: ignore[arg-type]
         samples = speak(llm, settings.prompts, settings.new_tokens)
         speed = measure_speed(llm, new_tokens=settings.new_tokens, rounds=settings.rounds) if settings.speed else None
         certificate = {
@@ -93,6 +99,7 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
             "device": str(llm.module.device),
             "dtype": str(llm.module.dtype).removeprefix("torch."),
             "linear": applied(llm.runner).model_dump(),
+            "kv_cache": kv_settings.applied(llm.runner),
             "notes": llm.notes,
             "environment": environment(),
             "samples": samples,
@@ -101,6 +108,7 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     return {
         "perplexity": perplexity,
         "divergence": divergence,
+        "cached": cached,
         "speed": speed.as_dict() if speed else None,
         "memory": memory,
         "load_seconds": round(load_seconds, 3),

@@ -18,13 +18,19 @@ MEASURES = {
 
 
 def judge(gates: Gates, measured: dict[str, Any]) -> list[GateRecord]:
-    """One record a gate that the recipe sets. A figure that is absent or not finite fails its gate."""
+    """One record a gate that the recipe sets. A figure that is absent or not finite fails its gate.
+
+    With a quantized KV cache the worse of two figures counts: over whole windows, and over what reads the cache.
+    """
     records = []
     for name, (group, key) in MEASURES.items():
         limit = getattr(gates, name)
         if limit is None:
             continue
-        value = measured.get(group, {}).get(key)
+        figures = measured.get(group, {})
+        value, cached = figures.get(key), figures.get(f"cached_{key}")
+        if value is not None and cached is not None and (cached > value) == name.startswith("max_"):
+            value = cached
         if value is None or not math.isfinite(value):
             records.append(GateRecord(name=name, limit=limit, value=None, passed=False))
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..evaluation.cached import cached_figures
 from ..evaluation.perplexity import Perplexity
 from ..evaluation.proof import prove
 from ..evaluation.proof_streamed import too_large
@@ -34,8 +35,9 @@ def prove_and_compare(
     """Reopen the artifact in a fresh process, then the source for its speed; returns (`measured`, `certificate`).
 
     `measured` has `before` and `after` (disk_bytes of the weight files, memory_bytes, perplexity, tokens a second) and
-    `divergence` (KL in nats, top-1 agreement, and the ratios that gates limit). Raises RunError where the artifact
-    does not open or answer.
+    `divergence` (KL in nats, top-1 agreement, and the ratios that gates limit; with a quantized KV cache also what half
+    of each window costs when it is read from it, under names with `cached_`). Raises RunError where the artifact does
+    not open or answer.
     """
     settings: dict[str, Any] = {
         **recipe.evaluate.model_dump(),
@@ -72,6 +74,8 @@ def prove_and_compare(
         "perplexity_increase": after["perplexity"] / before["perplexity"] - 1,
         "compression": before["disk_bytes"] / after["disk_bytes"],
     }
+    if proof.get("cached") is not None:
+        divergence.update(cached_figures(proof["cached"]))
     if timed:
         divergence["decode_speedup"] = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
     return {"before": before, "after": after, "divergence": divergence}, proof["certificate"]

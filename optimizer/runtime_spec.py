@@ -28,7 +28,9 @@ class AttentionSpec(Spec):
 
 class KVCacheSpec(Spec):
     kind: KVCacheKind = Field("dynamic", description="How keys and values are stored.")
-    dtype: KVCacheDtype = Field("auto", description="Element type; `auto` is the model's own.")
+    dtype: KVCacheDtype = Field(
+        "auto", description="How keys and values are kept: in the model's own dtype, or as codes (paged)."
+    )
     block_size: int | None = Field(None, ge=1, description="Tokens a block; None lets the backend choose.")
     sinks: int = Field(0, ge=0, description="First tokens always kept by a sliding cache.")
     window: int | None = Field(None, ge=1, description="Tokens kept by a sliding cache, without the sinks.")

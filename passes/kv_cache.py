@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..optimizer.model import LoadedModel, ModelInfo
 
 RUNS_HERE: tuple[KVCacheKind, ...] = ("dynamic", "paged")
-"""Kinds that the runtime of this version can run, in the model's own dtype."""
+"""Kinds that the runtime of this version can run; `paged` also quantized."""
 
 
 class KVCache(Pass):
@@ -35,7 +35,12 @@ class KVCache(Pass):
             "layer; `static`: preallocated; `sliding`: the first `sinks` and the last `window` tokens; `offloaded`: in "
             "host memory.",
         )
-        dtype: KVCacheDtype = Field("auto", description="Element type of keys and values; `auto` is the model's own.")
+        dtype: KVCacheDtype = Field(
+            "auto",
+            description="How a paged cache keeps keys and values: `auto` in the model's own dtype; `int8`, `fp8_e4m3` "
+            "and `int4` as codes with one scale a token and KV head, quantized when a token is computed, dequantized "
+            "inside attention. See docs/kv_cache.md for what each costs.",
+        )
         block_size: int | None = Field(
             None, ge=1, le=4096, description="Tokens a block of a paged cache; none lets the attention backend choose."
         )
@@ -60,10 +65,17 @@ class KVCache(Pass):
     def plan(self, info: ModelInfo) -> PlanItem:
         """A refusal for each setting that this version's runtime would not honour."""
         per_token = bytes_per_token(info.config, info.dtype_bytes)
+        notes = [f"KV cache: {per_token:,} bytes a token in the model's own dtype"] if per_token else []
+        quantized = quantized_bytes_per_token(info.config, self.config.dtype)
+        if per_token and quantized:
+            notes = [
+                f"KV cache: {quantized:,} bytes a token in {self.config.dtype}, scales included, and {per_token:,} in "
+                f"the model's own dtype: {per_token / quantized:.2f} times the tokens in the same memory"
+            ]
         return PlanItem(
             summary=f"{self.config.kind} KV cache, dtype {self.config.dtype}",
             refusals=self._refusals(),
-            notes=[f"KV cache: {per_token:,} bytes a token in the model's own dtype"] if per_token else [],
+            notes=notes,
             runtime={"kv_cache": self._spec().model_dump()},
         )
 
@@ -84,16 +96,32 @@ class KVCache(Pass):
             refusals.append(
                 f"kind: {self.config.kind} is not in this version's runtime, which has {' and '.join(RUNS_HERE)}"
             )
-        if self.config.dtype != "auto":
+        if self.config.dtype != "auto" and self.config.kind != "paged":
             refusals.append(
-                f"dtype: {self.config.dtype} is not in this version's runtime, which keeps keys and values in the "
-                "model's own dtype (auto)"
+                f"dtype: {self.config.dtype} needs kind: paged; a {self.config.kind} cache is in the model's own dtype"
             )
         return refusals
 
 
 def bytes_per_token(config: PreTrainedConfig, element_size: int) -> int | None:
     """Bytes of keys and values that one token takes over all layers; None where the config does not tell."""
+    shape = cache_shape(config)
+    return None if shape is None else 2 * shape[0] * shape[1] * shape[2] * element_size
+
+
+def quantized_bytes_per_token(config: PreTrainedConfig, dtype: KVCacheDtype) -> int | None:
+    """The same in a quantized cache, scales included; None for `auto` too."""
+    from ..runtime.attention.kv_format import FORMATS
+
+    shape = cache_shape(config)
+    if shape is None or dtype not in FORMATS:
+        return None
+    layers, heads, dim = shape
+    return 2 * layers * heads * FORMATS[dtype].vector_bytes(dim)
+
+
+def cache_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
+    """(layers, KV heads, elements of a head); None where the config does not tell."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     layers = getattr(text, "num_hidden_layers", None)
@@ -102,4 +130,4 @@ def bytes_per_token(config: PreTrainedConfig, element_size: int) -> int | None:
         return None
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or hidden // heads
-    return 2 * layers * kv_heads * head_dim * element_size
+    return layers, kv_heads, head_dim

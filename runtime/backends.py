@@ -49,12 +49,12 @@ def why_not_native(opened: OpenedModel) -> str | None:
 def check_kv_cache(opened: OpenedModel) -> None:
     """Raise RunError where the RuntimeSpec asks for a KV cache that this version does not have."""
     spec = opened.runtime.kv_cache
-    if spec.kind not in ("dynamic", "paged") or spec.dtype != "auto":
+    if spec.kind not in ("dynamic", "paged") or (spec.kind != "paged" and spec.dtype != "auto"):
         raise RunError(
             f"the artifact asks for a KV cache of kind {spec.kind} and dtype {spec.dtype}, which this version does not "
             "have",
             where=str(opened.folder),
-            what_to_do="Upgrade llmopt, or make the artifact with kind paged or dynamic and dtype auto.",
+            what_to_do="Upgrade llmopt, or make the artifact with kind paged, or with kind dynamic and dtype auto.",
         )
 
 
@@ -62,6 +62,7 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
     """StaticBatch over the model, with the RuntimeSpec's drafts unless `draft` is False."""
     from .drafting import make_drafter
     from .fused_linears import apply_fusion
+    from .kv_settings import kv_notes
     from .linear_settings import linear_notes
     from .static_batch import StaticBatch
 
@@ -69,6 +70,7 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
     if unknown:
         raise UsageError(f"the static engine has no option {unknown[0]!r}", what_to_do="Its one option is max_batch.")
     opened.notes += linear_notes(opened.runtime.linear, None, {})
+    opened.notes += kv_notes(opened.runtime.kv_cache, None, {})
     apply_fusion(opened)
     spec = opened.runtime.draft
     drafter = make_drafter(opened) if draft else None

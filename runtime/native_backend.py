@@ -30,23 +30,33 @@ class NativeBackend:
     name = "native"
 
     def __init__(self, opened: OpenedModel, draft: bool, release: bool, options: dict[str, Any]) -> None:
+        from .attention.kv_format import UnsupportedFormat
         from .engine.engine import Engine
         from .engine.loop import EngineLoop
         from .engine.scheduler_config import SchedulerConfig
         from .fused_linears import apply_around
+        from .kv_settings import kv_notes, kv_options
         from .linear_settings import linear_notes, linear_options
 
         spec = opened.runtime
         kind, given, limits = sort_options(options)
-        for_runner = linear_options(spec.linear, given)
+        for_runner = kv_options(spec.kv_cache, linear_options(spec.linear, given))
         scheduler = SchedulerConfig(**{"prefix_caching": spec.kv_cache.prefix_caching, **limits})
         for_runner.update(max_num_batched_tokens=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
         if spec.kv_cache.block_size is not None:
             for_runner.setdefault("block_size", spec.kv_cache.block_size)
         folder = checked_draft_folder(opened) if draft else None
-        runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
+        why = ""
+        try:
+            runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
+        except UnsupportedFormat as error:
+            if "kv_dtype" in given:
+                raise
+            why = error.what
+            del for_runner["kv_dtype"]
+            runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
         self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
-        self.notes += linear_notes(spec.linear, runner, given)
+        self.notes += linear_notes(spec.linear, runner, given) + kv_notes(spec.kv_cache, runner, given, why)
         self.context_length: int | None = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.extra_weight_bytes = getattr(getattr(runner, "decoder", None), "weight_bytes", 0)

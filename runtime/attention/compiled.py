@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .kv_format import format_of
 from .layer import AttentionLayer, Batch
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def refusal(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_size: in
     from ..kernels.native import CACHE_FORMATS, library
 
     if dtype not in CACHE_FORMATS:
-        return f"its cache holds float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"its cache holds float32, bfloat16 or codes, not {str(dtype).removeprefix('torch.')}"
     if block_size is not None and block_size % BLOCK_MULTIPLE:
         return f"block_size {block_size} is not a multiple of {BLOCK_MULTIPLE}"
     for layer in layers:
@@ -50,10 +51,12 @@ def allocate(
 
 
 def _geometry(key_cache: Tensor, head_dim: int) -> tuple[int, int, int, int, int]:
-    """(format, blocks, block size, KV heads, head dim) of a cache [N, H, dp/2, B, 2] (bfloat16) or [N, H, dp, B]."""
+    """(format, blocks, block size, KV heads, head dim) of a cache [N, H, dp/2, B, 2] (bfloat16), [N, H, dp, B]
+    (float32) or [N, H, B, bytes of a vector]."""
     from ..kernels.native import CACHE_FORMATS
 
-    return CACHE_FORMATS[key_cache.dtype], key_cache.shape[0], key_cache.shape[3], key_cache.shape[1], head_dim
+    size = key_cache.shape[3 if format_of(key_cache.dtype) is None else 2]
+    return CACHE_FORMATS[key_cache.dtype], key_cache.shape[0], size, key_cache.shape[1], head_dim
 
 
 def write_kv_compiled(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .kv_format import format_of, read, turn_back
 from .layer import Batch, visible
 
 if TYPE_CHECKING:
@@ -98,12 +99,15 @@ def paged_attention_torch(
 ) -> torch.Tensor:
     """query [T, H, Dk], key_cache [N, B, Hkv, Dk], value_cache [N, B, Hkv, Dv] → [T, H, Dv] in the query's dtype.
 
-    The batch's own keys and values are in the caches already.
+    The batch's own keys and values are in the caches already. Of quantized caches only the gathered blocks are
+    dequantized, to the query's dtype.
     """
     import torch
 
-    block_size, device = key_cache.shape[1], query.device
-    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+    block_size, device, fmt, dtype = key_cache.shape[1], query.device, format_of(key_cache.dtype), query.dtype
+    query = turn_back(query, fmt)
+    value_dim = value_cache.shape[-1] if fmt is None else fmt.dim_of(value_cache.shape[-1])
+    out = query.new_empty(query.shape[0], query.shape[1], value_dim)
     groups, others = decode_groups(batch)
     for number, (rows, longest) in enumerate(groups):
         blocks = -(-longest // block_size)
@@ -117,8 +121,8 @@ def paged_attention_torch(
         if (window, chunk, sink_tokens) not in masks:
             positions = torch.arange(blocks * block_size, device=device).expand(len(rows), -1)
             masks[window, chunk, sink_tokens] = visible(lengths[:, None] - 1, positions, window, chunk, sink_tokens)
-        keys = key_cache[tables].flatten(1, 2).transpose(1, 2)
-        values = value_cache[tables].flatten(1, 2).transpose(1, 2)
+        keys = read(key_cache, tables, fmt, dtype).flatten(1, 2).transpose(1, 2)
+        values = read(value_cache, tables, fmt, dtype).flatten(1, 2).transpose(1, 2)
         out[tokens] = scaled_dot_product(
             query[tokens][:, :, None],
             keys,
@@ -131,13 +135,13 @@ def paged_attention_torch(
     for row in others:
         first, last, length = batch.query_bounds[row], batch.query_bounds[row + 1], batch.lengths[row]
         table = batch.block_tables[row, : -(-length // block_size)].long()
-        keys = key_cache[table].flatten(0, 1)[None, :length].transpose(1, 2)
-        values = value_cache[table].flatten(0, 1)[None, :length].transpose(1, 2)
+        keys = read(key_cache, table, fmt, dtype).flatten(0, 1)[None, :length].transpose(1, 2)
+        values = read(value_cache, table, fmt, dtype).flatten(0, 1)[None, :length].transpose(1, 2)
         out[first:last] = chunk_attention(
             query[first:last], keys, values, scale=scale, window=window, chunk=chunk, sink_tokens=sink_tokens,
             softcap=softcap, sinks=sinks,
         )  # fmt: skip
-    return out
+    return turn_back(out, fmt)
 
 
 def chunk_attention(

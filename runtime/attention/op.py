@@ -15,6 +15,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError
+from . import kv_format
+from .kv_format import format_of
 from .layer import AttentionLayer, Batch
 
 if TYPE_CHECKING:
@@ -147,7 +149,12 @@ def gathered_backend(name: str) -> Callable[..., Tensor]:
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """key [T, H, Dk] and value [T, H, Dv] into the slots of caches [N, B, H, D]."""
+    """key [T, H, Dk] and value [T, H, Dv] into the slots of caches [N, B, H, D], quantized as their dtype says."""
+    fmt = format_of(key_cache.dtype)
+    if fmt is not None:
+        kv_format.write(key, key_cache, slots, fmt)
+        kv_format.write(value, value_cache, slots, fmt)
+        return
     key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...optimizer.errors import RunError
+from .kv_format import format_of
 from .layer import AttentionLayer
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class KVGroup:
     """key: [L, N, B, H, Dk], value: [L, N, B, H, Dv]: L layers, N blocks of B tokens.
 
-    The compiled backend has a layout of its own, with the same two outermost dimensions.
+    The compiled backend has a layout of its own, with the same two outermost dimensions. The last dimension of a
+    quantized pool counts bytes (`kv_format.split`).
     """
 
     key: torch.Tensor
@@ -45,6 +47,15 @@ def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int, itemsize:
     return sum(h * (dk + dv) for h, dk, dv in (layer.cache_shape for layer in layers)) * block_size * itemsize
 
 
+def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
+    """The same for a cache of this dtype, the scales of a quantized one included."""
+    fmt = format_of(dtype)
+    if fmt is None:
+        return bytes_per_block(layers, block_size, dtype.itemsize)
+    sizes = (h * (fmt.vector_bytes(dk) + fmt.vector_bytes(dv)) for h, dk, dv in (x.cache_shape for x in layers))
+    return sum(sizes) * block_size
+
+
 class KVPool:
     """Keys and values of `num_blocks` blocks, plus one scratch block (number `num_blocks`) that padding may write.
 
@@ -63,6 +74,7 @@ class KVPool:
         import torch
 
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        fmt = format_of(dtype)
         counts: dict[int, tuple[int, tuple[int, int, int]]] = {}
         for layer in layers:
             count, _ = counts.get(layer.group, (0, layer.cache_shape))
@@ -76,15 +88,17 @@ class KVPool:
 
                     self.groups.append(KVGroup(*allocate(count, num_blocks + 1, block_size, heads, key_dim, dtype)))
                     continue
+                if fmt is not None:
+                    key_dim, value_dim = fmt.vector_bytes(key_dim), fmt.vector_bytes(value_dim)
                 shape = (count, num_blocks + 1, block_size, heads)
                 self.groups.append(
                     KVGroup(
-                        torch.zeros(*shape, key_dim, dtype=dtype, device=device),
-                        torch.zeros(*shape, value_dim, dtype=dtype, device=device),
+                        torch.zeros(*shape, key_dim, dtype=torch.uint8 if fmt else dtype, device=device).view(dtype),
+                        torch.zeros(*shape, value_dim, dtype=torch.uint8 if fmt else dtype, device=device).view(dtype),
                     )
                 )
         except RuntimeError as error:  # torch raises RuntimeError on CPU and its subclass OutOfMemoryError on CUDA
-            need = bytes_per_block(layers, block_size, dtype.itemsize) * (num_blocks + 1)
+            need = block_bytes(layers, block_size, dtype) * (num_blocks + 1)
             raise RunError(
                 f"the KV pool of {num_blocks} blocks of {block_size} tokens needs {need / 2**20:.0f} MiB, which "
                 f"{device} does not have",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .kv_format import format_of, read, turn_back
 from .layer import Batch, visible
 
 if TYPE_CHECKING:
@@ -55,17 +56,21 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """query [T, H, Dk], key_cache [N, B, Hkv, Dk], value_cache [N, B, Hkv, Dv] → [T, H, Dv] in the query's dtype.
 
-    The batch's own keys and values are in the caches already.
+    The batch's own keys and values are in the caches already. Quantized caches are dequantized first.
     """
     import torch
 
-    block_size = key_cache.shape[1]
-    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+    block_size, fmt = key_cache.shape[1], format_of(key_cache.dtype)
+    value_dim = value_cache.shape[-1] if fmt is None else fmt.dim_of(value_cache.shape[-1])
+    out = query.new_empty(query.shape[0], query.shape[1], value_dim)
     for row, length in enumerate(batch.lengths):
         first, last = batch.query_bounds[row], batch.query_bounds[row + 1]
         positions = torch.arange(length, device=query.device)
-        slots = batch.block_tables[row].long()[positions // block_size] * block_size + positions % block_size
-        keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
+        table = batch.block_tables[row, : -(-length // block_size)].long()
+        keys, values = (
+            turn_back(read(cache, table, fmt, torch.float64).flatten(0, 1)[:length], fmt)
+            for cache in (key_cache, value_cache)
+        )
         for token in range(first, last):
             at = torch.tensor([length - (last - token)], device=query.device)
             seen = visible(at, positions, window, chunk, sink_tokens)[0]

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...optimizer.errors import RunError
+from .kv_format import UnsupportedFormat, cache_dtype_name, format_of
 from .layer import AttentionLayer
 from .op import BACKENDS
 
@@ -36,7 +37,7 @@ def _shape_fault(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_siz
     import torch
 
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"it takes float16 or bfloat16, not {cache_dtype_name(dtype)}"
     for layer in layers:
         if layer.kind != "paged":
             return "latent attention runs in gather mode"
@@ -49,14 +50,25 @@ def _shape_fault(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_siz
     return ""
 
 
+def _format_fault(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> str:
+    """Why no backend can quantize these layers' keys and values; empty where they can, or have nothing to quantize."""
+    fmt = format_of(dtype)
+    if fmt is None:
+        return ""
+    if any(layer.kind != "paged" for layer in layers):
+        return f"latent attention has no {fmt.name} cache"
+    return next((why for x in layers for d in x.cache_shape[1:] if (why := fmt.fault(d))), "")
+
+
 def refusal(
     name: str, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, block_size: int | None
 ) -> str:
     """Why a backend cannot run these layers here; empty where it can."""
     import torch
 
-    if name in ("reference", "torch"):
-        return ""
+    why = _format_fault(layers, dtype)
+    if why or name in ("reference", "torch"):
+        return why
     if name == "compiled":
         if device.type != "cpu":
             return "it runs on the CPU"
@@ -126,4 +138,9 @@ def choose(
             first = "first choice" if not refused else "fallback"
             return AttentionChoice(name, f"{first} on {device.type}", block_size or BLOCK_SIZES[name], tuple(refused))
         refused.append((name, why))
+    why = _format_fault(layers, dtype)
+    if why:
+        raise UnsupportedFormat(
+            f"this model's keys and values cannot be kept as asked: {why}", "kv_dtype", "Use kv_dtype='auto'"
+        )
     raise RunError("no attention backend runs here", what_to_do="Report this: the torch backend always should")

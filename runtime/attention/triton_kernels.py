@@ -12,14 +12,47 @@ import triton.language as tl
 
 
 @triton.jit
+def load_vectors(pointer, dims, inside, scale_pointer, DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """Keys or values [N, BLOCK_D] from pointers [N]: as they are, or dequantized to float32 (`kv_format.py`).
+
+    FORMAT: 0 plain, 1 int8, 2 fp8_e4m3, 3 int4, whose byte i holds dimensions i (low bits) and i + DIM / 2.
+    """
+    mask = inside[:, None] & (dims[None, :] < DIM)
+    if FORMAT == 0:
+        vectors = tl.load(pointer[:, None] + dims[None, :], mask=mask, other=0.0)
+    else:
+        if FORMAT == 3:
+            code = tl.load(pointer[:, None] + (dims % (DIM // 2))[None, :], mask=mask, other=0).to(tl.int32)
+            value = ((code >> (dims // (DIM // 2) * 4)[None, :]) & 15).to(tl.float32) - 7.5
+        else:
+            code = tl.load(pointer[:, None] + dims[None, :], mask=mask, other=0).to(tl.int32)
+            if FORMAT == 1:
+                value = (code - ((code >> 7) << 8)).to(tl.float32)
+            else:  # the bits moved into a float32; where the exponent is 0, 2^-7 (1 + m/8) stands for m 2^-9
+                value = (((code & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+                value = tl.where((code & 120) == 0, 2.0 * (value - 0.0078125), value)
+                value = tl.where(code > 127, -value, value)
+        scale = tl.load(scale_pointer, mask=inside, other=0).to(tl.int32) << 16
+        vectors = value * scale.to(tl.float32, bitcast=True)[:, None]
+    return vectors
+
+
+@triton.jit
 def attend_tile(
     query,  # [M, BLOCK_D]
     query_position,  # [M]
     key_ptr,
     value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     table_ptr,
+    stride_block,
     stride_slot,
+    stride_value_block,
     stride_value_slot,
+    stride_scale_block,
+    stride_value_scale_block,
+    stride_scale_slot,
     low,
     high,
     scale,
@@ -36,6 +69,7 @@ def attend_tile(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Online softmax of one tile over context positions low … high - 1: (unnormalized sum, maximum, normalizer)."""
     dims = tl.arange(0, BLOCK_D)
@@ -47,14 +81,16 @@ def attend_tile(
         position = start + tl.arange(0, BLOCK_N)
         inside = position < high
         block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-        key = tl.load(
-            key_ptr + slot[:, None] * stride_slot + dims[None, :],
-            mask=inside[:, None] & (dims[None, :] < KEY_DIM),
-            other=0.0,
-        )
+        offset = position % BLOCK_SIZE
+        scale_at = offset * stride_scale_slot
+        key = load_vectors(
+            key_ptr + block * stride_block + offset * stride_slot, dims, inside,
+            key_scale_ptr + block * stride_scale_block + scale_at, KEY_DIM, FORMAT,
+        )  # fmt: skip
         if UPCAST:
             key = key.to(tl.float32)
+        elif FORMAT > 0:
+            key = key.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1); saturates instead of overflowing
@@ -71,13 +107,14 @@ def attend_tile(
         weight = tl.exp(scores - safe[:, None])
         keep = tl.exp(maximum - safe)
         total = total * keep + tl.sum(weight, 1)
-        value = tl.load(
-            value_ptr + slot[:, None] * stride_value_slot + value_dims[None, :],
-            mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
-            other=0.0,
-        )
+        value = load_vectors(
+            value_ptr + block * stride_value_block + offset * stride_value_slot, value_dims, inside,
+            value_scale_ptr + block * stride_value_scale_block + scale_at, VALUE_DIM, FORMAT,
+        )  # fmt: skip
         if UPCAST:
             value = value.to(tl.float32)
+        elif FORMAT > 0:
+            value = value.to(query.dtype)
         result = result * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         maximum = new_maximum
     return result, maximum, total
@@ -102,14 +139,21 @@ def decode_kernel(
     query_ptr,  # [S, H, Dk]
     key_ptr,
     value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     table_ptr,
     lengths_ptr,
     stride_query,
     stride_query_head,
+    stride_block,
     stride_slot,
     stride_head,
+    stride_value_block,
     stride_value_slot,
     stride_value_head,
+    stride_scale_block,
+    stride_value_scale_block,
+    stride_scale_slot,
     stride_table,
     heads,
     splits,
@@ -128,6 +172,7 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One sequence's one query, one KV head, one share of its context."""
     row = tl.program_id(0)
@@ -151,8 +196,10 @@ def decode_kernel(
     position = tl.zeros([BLOCK_M], tl.int32) + length - 1
     result, maximum, total = attend_tile(
         query, position, key_ptr + kv_head * stride_head, value_ptr + kv_head * stride_value_head,
-        table_ptr + row * stride_table, stride_slot, stride_value_slot, first, last, scale, softcap, window, chunk,
-        sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFTCAP, UPCAST,
+        key_scale_ptr + kv_head, value_scale_ptr + kv_head, table_ptr + row * stride_table, stride_block, stride_slot,
+        stride_value_block, stride_value_slot, stride_scale_block, stride_value_scale_block, stride_scale_slot, first,
+        last, scale, softcap, window, chunk, sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+        BLOCK_SIZE, SOFTCAP, UPCAST, FORMAT,
     )  # fmt: skip
     value_dims = tl.arange(0, BLOCK_DV)
     at = (row.to(tl.int64) * heads + head) * splits + split
@@ -211,16 +258,23 @@ def prefill_kernel(
     query_ptr,  # [T, H, Dk]
     key_ptr,
     value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     table_ptr,
     bounds_ptr,  # [S + 1]
     lengths_ptr,  # [S]
     sinks_ptr,
     stride_query,
     stride_query_head,
+    stride_block,
     stride_slot,
     stride_head,
+    stride_value_block,
     stride_value_slot,
     stride_value_head,
+    stride_scale_block,
+    stride_value_scale_block,
+    stride_scale_slot,
     stride_table,
     sequences,
     heads,
@@ -241,6 +295,7 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One tile of BLOCK_Q consecutive queries of one sequence and one KV head; rows of any length, one included.
 
@@ -280,8 +335,10 @@ def prefill_kernel(
         high = tl.minimum(first_position + BLOCK_Q, length)
         result, maximum, total = attend_tile(
             query, position, key_ptr + kv_head * stride_head, value_ptr + kv_head * stride_value_head,
-            table_ptr + row * stride_table, stride_slot, stride_value_slot, low, high, scale, softcap, window, chunk,
-            sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFTCAP, UPCAST,
+            key_scale_ptr + kv_head, value_scale_ptr + kv_head, table_ptr + row * stride_table, stride_block,
+            stride_slot, stride_value_block, stride_value_slot, stride_scale_block, stride_value_scale_block,
+            stride_scale_slot, low, high, scale, softcap, window, chunk, sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D,
+            BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFTCAP, UPCAST, FORMAT,
         )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)

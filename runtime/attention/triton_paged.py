@@ -10,6 +10,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
+from .kv_format import FORMATS, format_of, split, turn_back
 from .layer import Batch
 
 if TYPE_CHECKING:
@@ -68,10 +69,17 @@ def paged_attention_triton(
 
     tokens, heads, key_dim = query.shape
     block_size, kv_heads, value_dim = key_cache.shape[1], key_cache.shape[2], value_cache.shape[-1]
-    group, sequences = heads // kv_heads, batch.seq_lens.shape[0]
+    group, sequences, fmt = heads // kv_heads, batch.seq_lens.shape[0], format_of(key_cache.dtype)
+    query = turn_back(query, fmt)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    if query.dtype != key_cache.dtype:
+    key_scales, value_scales = batch.seq_lens, batch.seq_lens  # plain caches have none: never read
+    if fmt is not None:
+        value_dim = fmt.dim_of(value_dim)
+        key_cache, key_scales = split(key_cache, fmt)
+        value_cache, value_scales = split(value_cache, fmt)
+        key_scales, value_scales = key_scales.view(torch.int16), value_scales.view(torch.int16)
+    elif query.dtype != key_cache.dtype:
         query = query.to(key_cache.dtype)
     out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
     shapes = {
@@ -84,11 +92,13 @@ def paged_attention_triton(
         "BLOCK_SIZE": block_size,
         "SOFTCAP": softcap > 0,
         "UPCAST": interpreted(),
+        "FORMAT": 0 if fmt is None else 1 + list(FORMATS).index(fmt.name),
     }
     strides = (
-        query.stride(0), query.stride(1), key_cache.stride(1), key_cache.stride(2), value_cache.stride(1),
-        value_cache.stride(2), batch.block_tables.stride(0),
+        *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], key_scales.stride(0),
+        value_scales.stride(0), key_scales.stride(1) if fmt else 0, batch.block_tables.stride(0),
     )  # fmt: skip
+    caches = (key_cache, value_cache, key_scales, value_scales, batch.block_tables)
     limits = (scale, softcap, window, chunk, sink_tokens)
     if batch.max_q == 1 and tokens == sequences:
         if splits is None:
@@ -98,20 +108,20 @@ def paged_attention_triton(
         partial = torch.empty(sequences, heads, splits, value_dim, dtype=torch.float32, device=query.device)
         maximum, total = torch.empty(2, sequences, heads, splits, dtype=torch.float32, device=query.device)
         decode_kernel[(sequences, kv_heads, splits)](
-            partial, maximum, total, query, key_cache, value_cache, batch.block_tables, batch.seq_lens, *strides,
-            heads, splits, *limits, BLOCK_M=_power(group), **shapes,
+            partial, maximum, total, query, *caches, batch.seq_lens, *strides, heads, splits, *limits,
+            BLOCK_M=_power(group), **shapes,
         )  # fmt: skip
         reduce_kernel[(sequences, heads)](
             out, partial, maximum, total, sinks if sinks is not None else out, heads, splits,
             VALUE_DIM=value_dim, BLOCK_DV=shapes["BLOCK_DV"], BLOCK_SPLITS=_power(splits), SINKS=sinks is not None,
         )  # fmt: skip
-        return out
+        return turn_back(out, fmt)
     rows = max(_power(group), TILE_ROWS)
     queries = rows // group
     tiles = tokens // queries + sequences
     prefill_kernel[(tiles, kv_heads)](
-        out, query, key_cache, value_cache, batch.block_tables, batch.cu_seqlens_q, batch.seq_lens,
+        out, query, *caches, batch.cu_seqlens_q, batch.seq_lens,
         sinks if sinks is not None else out, *strides, sequences, heads, *limits,
         BLOCK_Q=queries, BLOCK_M=rows, SINKS=sinks is not None, **shapes,
     )  # fmt: skip
-    return out
+    return turn_back(out, fmt)

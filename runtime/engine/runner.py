@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError, UsageError
 from ..attention.interface import ATTENTION_NAME, StepCache, gather_slots
+from ..attention.kv_format import cache_dtype, cache_dtype_name, format_of
 from ..attention.op import active_batch
 from ..attention.pool import KVPool
 from ..attention.probe import probe_model, text_config
@@ -57,8 +58,9 @@ def longest_request(model: Any, wanted: int | None) -> tuple[int, str]:
 class EagerRunner:
     """Implements `ModelRunner` over a loaded transformers model (in evaluation mode, on one device).
 
-    model: a causal language model; its parameters' dtype is the activations' and, unless `kv_dtype` says otherwise,
-        the pool's.
+    model: a causal language model; its parameters' dtype is the activations'.
+    kv_dtype: the pool's: `auto` (the activations'), a dtype or its name, or the name of a quantized format
+        (`attention/kv_format.py`).
     block_size: tokens a block; None lets the attention backend choose.
     num_blocks, kv_cache_memory (bytes), memory_utilization: size of the pool, see `blocks_for`.
     max_model_len: longest request; None is the model's own limit.
@@ -69,8 +71,8 @@ class EagerRunner:
         but for rounding); `measured-int8` also allows those that quantize activations to int8.
     self_check: compare a mixed step with transformers' eager attention before serving (three short forwards).
 
-    Attributes beside the protocol's: `attention` (AttentionChoice), `notes` (what was decided at load, to be printed
-    and recorded), `self_check_error` (relative error seen by the check, or None).
+    Attributes beside the protocol's: `attention` (AttentionChoice), `kv_dtype` (its name), `notes` (what was decided at
+    load, to be printed and recorded), `self_check_error` (relative error seen by the check, or None).
     Raises RunError for an architecture the engine would run wrongly, UsageError for settings that contradict.
     """
 
@@ -86,7 +88,7 @@ class EagerRunner:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
         attention: str = "auto",
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         linears: str = "plain",
         self_check: bool = True,
     ) -> None:
@@ -111,8 +113,9 @@ class EagerRunner:
         self.vocab_size = self.probe.vocab_size
         self._layers = {layer.layer_idx: layer for layer in self.probe.layers}
         self._gathers = any(layer.kind == "gather" for layer in self.probe.layers)
-        kv_dtype = kv_dtype or self.dtype
-        self.attention: AttentionChoice = choose(attention, self.probe.layers, kv_dtype, self.device, block_size)
+        pool_dtype = cache_dtype(kv_dtype, self.dtype)
+        self.kv_dtype = cache_dtype_name(pool_dtype)
+        self.attention: AttentionChoice = choose(attention, self.probe.layers, pool_dtype, self.device, block_size)
         self.notes.append(str(self.attention))
         self.block_size = self.attention.block_size
         try:
@@ -126,20 +129,23 @@ class EagerRunner:
             self.num_blocks = blocks_for(
                 self.probe.layers,
                 self.block_size,
-                kv_dtype,
+                pool_dtype,
                 self.device,
                 num_blocks=num_blocks,
                 kv_cache_memory=kv_cache_memory,
                 memory_utilization=memory_utilization,
                 max_useful_blocks=max_num_seqs * blocks_per_request,
-                warm_up=lambda: self._warm_up(kv_dtype, max_num_batched_tokens),
+                warm_up=lambda: self._warm_up(pool_dtype, max_num_batched_tokens),
             )
-            self._allocate(self.num_blocks, kv_dtype)
+            self._allocate(self.num_blocks, pool_dtype)
             self.self_check_error: float | None = None
             if self_check:
                 from .runner_check import self_check as check
 
                 self.self_check_error = check(self)
+            if format_of(pool_dtype) is not None:
+                each = self.pool.nbytes / (self.num_blocks + 1) / self.block_size
+                self.notes.append(f"KV cache {self.kv_dtype}: {each:,.0f} bytes a token")
         except BaseException:
             self.close()
             raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...optimizer.errors import RunError
 from ..attention.layer import AttentionLayer
-from ..attention.pool import bytes_per_block
+from ..attention.pool import block_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def blocks_for(
     """
     if num_blocks is not None:
         return num_blocks
-    per_block = bytes_per_block(layers, block_size, dtype.itemsize)
+    per_block = block_bytes(layers, block_size, dtype)
     if kv_cache_memory is None:
         kv_cache_memory = (
             measured_free_memory(device, memory_utilization, warm_up) if device.type == "cuda" else DEFAULT_CPU_BYTES

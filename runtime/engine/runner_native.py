@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from ...optimizer.errors import RunError, UsageError
+from ..attention.kv_format import cache_dtype, cache_dtype_name, format_of
 from .plan import Row, StepPlan
 from .runner import longest_request
 from .runner_inputs import BatchBuilder
@@ -76,9 +77,12 @@ class NativeRunner:
     `prove`.
     block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
     pool; never more than `max_num_seqs` requests of `max_model_len` could fill.
-    kv_dtype: bfloat16 or float32; None is float32 for a float32 model, else bfloat16.
+    kv_dtype: `auto` (float32 for a float32 model, else bfloat16), `bfloat16`, `float32`, or the name of a quantized
+        format (`attention/kv_format.py`). With one of those `rounding="auto"` is `none`: transformers' bits are out of
+        reach, and float32 between the products is nearer to the float32 model.
 
-    Attributes beside the protocol's: `decoder`, `notes`, `self_check_error` (the proof's relative error, or None).
+    Attributes beside the protocol's: `decoder`, `notes`, `kv_dtype` (its name), `self_check_error` (the proof's
+    relative error, or None).
     Raises what `build_decoder` does (UnsupportedModel, NativeUnavailable), UsageError for settings that contradict.
     """
 
@@ -97,11 +101,14 @@ class NativeRunner:
         kv_cache_memory: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         self_check: bool = True,
     ) -> None:
         import torch
 
+        quantized = format_of(cache_dtype(kv_dtype, torch.bfloat16)) is not None
+        if quantized and rounding == "auto":
+            rounding = "none"
         self.block_size = block_size or 32
         if self.block_size % 32:
             raise UsageError(f"the native cache takes blocks of a multiple of 32 tokens, not {self.block_size}")
@@ -122,22 +129,30 @@ class NativeRunner:
         proof = self.decoder.proof
         self.self_check_error = None if proof is None else proof.relative_error
         self.dtype = self.decoder.structure.dtype
-        kv_dtype = kv_dtype or (torch.float32 if self.dtype == torch.float32 else torch.bfloat16)
-        self.num_blocks = num_blocks or self._blocks(kv_cache_memory, kv_dtype.itemsize, max_num_seqs)
-        cache_bytes = self.decoder.allocate_kv(self.num_blocks, self.block_size, kv_dtype)
+        own = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+        dtype = cache_dtype(kv_dtype, own)
+        self.kv_dtype = cache_dtype_name(dtype)
+        self.num_blocks = num_blocks or self._blocks(kv_cache_memory, dtype, max_num_seqs)
+        cache_bytes = self.decoder.allocate_kv(self.num_blocks, self.block_size, dtype)
         formats = ", ".join(f"{n} × {name}" for name, n in sorted(self.decoder.linear_formats.items()))
         self.notes.append(
             f"fused native decoder: linears {formats}; {self.decoder.weight_bytes / 2**20:.0f} MiB of packed weights; "
             f"{self.num_blocks} blocks of {self.block_size} tokens, {cache_bytes / 2**20:.0f} MiB at most"
         )
+        if quantized:
+            self.notes.append(
+                f"KV cache {self.kv_dtype}: {cache_bytes / self.num_blocks / self.block_size:,.0f} bytes a token; "
+                "attention does not follow torch's order of sums"
+            )
         self._builder = BatchBuilder(self.block_size, self.num_blocks)
         self._logits = torch.empty(0, self.vocab_size)
         self._closed = False
 
-    def _blocks(self, budget: int | None, itemsize: int, max_num_seqs: int) -> int:
+    def _blocks(self, budget: int | None, dtype: torch.dtype, max_num_seqs: int) -> int:
+        from ..kernels.attention import block_bytes
+
         decoder = self.decoder
-        padded = -(-decoder.head_dim // 32) * 32
-        per_block = 2 * decoder.num_layers * decoder.num_kv_heads * padded * self.block_size * itemsize
+        per_block = decoder.num_layers * block_bytes(self.block_size, decoder.num_kv_heads, decoder.head_dim, dtype)
         budget = DEFAULT_CPU_BYTES if budget is None else budget
         blocks = min(budget // per_block, max_num_seqs * -(-self.max_model_len // self.block_size))
         if blocks < 1:

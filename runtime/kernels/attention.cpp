@@ -2,8 +2,6 @@
 //
 // A task is a tile of query tokens with the query heads of one KV head: those rows share every key and value they load.
 // A long context with few tasks is cut into parts that are merged at the end (Flash-Decoding, Dao et al. 2023).
-#include <limits>
-
 #include "attention_torch.h"
 
 namespace llmopt {
@@ -12,26 +10,6 @@ namespace {
 constexpr int kSpan = 256;       // keys between two updates of the running maximum
 constexpr int kTileRows = 48;    // query rows of a task
 constexpr int kMinPart = 256;    // fewest keys worth a part of their own, if torch's span need not be kept whole
-
-#if LLMOPT_AVX512
-// exp for numerators that are rounded to bfloat16 (relative step 2^-9): 2^t with a degree-4 polynomial, relative error below
-// 5e-5; no result is below 2^-126.
-inline __m512 exp_short(__m512 x, __m512 shift) {
-  const __m512 log2e = _mm512_set1_ps(1.44269504088896341f);
-  const __m512 t = _mm512_max_ps(_mm512_mul_ps(_mm512_sub_ps(x, shift), log2e), _mm512_set1_ps(-126.0f));
-  const __m512 n = _mm512_roundscale_ps(t, 0x08), r = _mm512_sub_ps(t, n);
-  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.00961813f), r, _mm512_set1_ps(0.05550411f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24022651f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69314718f));
-  return _mm512_scalef_ps(_mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f)), n);
-}
-
-inline void prefetch(const uint8_t* p, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
-}
-#else
-inline void prefetch(const uint8_t*, size_t) {}
-#endif
 
 // Softmax numerators of one row of scores against a running maximum; returns the factor for what was summed before.
 float softmax_row(const Span& span, int m, float* s, uint8_t* p) {
@@ -136,23 +114,6 @@ void pack_query(const AttentionArgs& a, const float* q, uint8_t* panel, int r) {
   }
 }
 
-// Divides by the softmax sum, the sink included, and writes one row of one head.
-void finish_row(const AttentionArgs& a, int token, int head, const float* o, float maximum, float sum) {
-  float factor = 1.0f;
-  if (a.sinks) {
-    const float sink = a.sinks[head];
-    if (sink > maximum) {
-      factor = maximum == kNegInf ? 0.0f : std::exp(maximum - sink);
-      sum = sum * factor + 1.0f;
-    } else {
-      sum += std::exp(sink - maximum);
-    }
-  }
-  const float r = sum > 0 ? factor / sum : 0.0f;
-  float* out = a.out + token * a.out_stride + static_cast<size_t>(head) * a.shape.head_dim;
-  for (int d = 0; d < a.shape.head_dim; ++d) out[d] = o[d] * r;
-}
-
 void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch::Task& task,
               AttentionScratch::Thread& t, float* partial) {
   const CacheShape& shape = a.shape;
@@ -228,14 +189,7 @@ void merge(const AttentionArgs& a, const AttentionScratch::Task& task, float* pa
   const int group = a.heads / a.shape.kv_heads, dp = a.shape.dp();
   for (int row = 0; row < task.tokens * group; ++row) {
     float* total = parts + static_cast<size_t>(row) * (dp + 2);
-    for (int part = 1; part < task.parts; ++part) {
-      const float* other = total + part * part_stride;
-      const float peak = std::max(total[0], other[0]);
-      if (peak == kNegInf) continue;
-      const float x = std::exp(total[0] - peak), y = std::exp(other[0] - peak);
-      total[0] = peak;
-      for (int i = 1; i < dp + 2; ++i) total[i] = total[i] * x + other[i] * y;
-    }
+    for (int part = 1; part < task.parts; ++part) fold(total, total + part * part_stride, dp);
     finish_row(a, task.token + row / group, task.head * group + row % group, total + 2, total[0], total[1]);
   }
 }
@@ -243,6 +197,7 @@ void merge(const AttentionArgs& a, const AttentionScratch::Task& task, float* pa
 }  // namespace
 
 void attention(Pool& pool, const Batch& batch, const AttentionArgs& given, AttentionScratch& scratch) {
+  if (given.shape.quantized()) return quantized_attention(pool, batch, given, scratch);
   AttentionArgs a = given;
   a.as_torch = given.as_torch && kTorchKernels && given.shape.format == KV_BF16;
   const int group = a.heads / a.shape.kv_heads, bs = a.shape.block_size;
@@ -297,6 +252,7 @@ void attention(Pool& pool, const Batch& batch, const AttentionArgs& given, Atten
 }
 
 void write_token(const CacheShape& shape, uint8_t* keys, uint8_t* values, int slot, const float* k, const float* v) {
+  if (shape.quantized()) return write_quantized(shape, keys, values, slot, k, v);
   const int bs = shape.block_size, d = shape.head_dim, dp = shape.dp(), offset = slot % bs;
   const size_t base = static_cast<size_t>(slot / bs) * shape.block_bytes();
   for (int h = 0; h < shape.kv_heads; ++h, k += d, v += d) {

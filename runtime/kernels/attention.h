@@ -4,6 +4,7 @@
 // `block_size` tokens (a multiple of 32) and one KV head, with head dimension D padded with zeros to dp, a multiple of 32:
 //   keys    bfloat16 [dp/2][block_size][2], float [dp][block_size]
 //   values  bfloat16 [block_size/2][dp][2], float [block_size][dp]
+// Quantized keys and values lie as attention_codes.h says.
 // Blocks are outermost: keys [num_blocks][kv_heads]…, values alike, so a block is copied or shared as one piece.
 #pragma once
 #include <deque>
@@ -14,18 +15,31 @@
 
 namespace llmopt {
 
-enum CacheFormat { KV_F32 = 0, KV_BF16 = 1 };
+enum CacheFormat { KV_F32 = 0, KV_BF16 = 1, KV_INT8 = 2, KV_FP8 = 3, KV_INT4 = 4 };
 
 struct CacheShape {
   int format, num_blocks, block_size, kv_heads, head_dim;
   int dp() const { return round_up(head_dim, 32); }
   size_t element() const { return format == KV_BF16 ? 2 : 4; }
-  size_t head_bytes() const { return static_cast<size_t>(dp()) * block_size * element(); }
+  bool quantized() const { return format >= KV_INT8; }
+  bool rotates() const { return format == KV_INT4; }  // see rotate_blocks
+  int code_bits() const { return format == KV_INT4 ? 4 : 8; }
+  size_t code_bytes() const { return static_cast<size_t>(dp()) * block_size * code_bits() / 8; }
+  size_t head_bytes() const {
+    return quantized() ? code_bytes() + static_cast<size_t>(block_size) * 2 : static_cast<size_t>(dp()) * block_size * element();
+  }
   size_t block_bytes() const { return head_bytes() * kv_heads; }
 };
 
 // Writes k and v, float [kv_heads][head_dim], of one token into slot = block * block_size + offset.
 void write_token(const CacheShape& shape, uint8_t* keys, uint8_t* values, int slot, const float* k, const float* v);
+
+// The same for codes: quantizes as it writes.
+void write_quantized(const CacheShape& shape, uint8_t* keys, uint8_t* values, int slot, const float* k, const float* v);
+
+// Multiplies each block of x[n] by a Hadamard matrix of 1 and -1, block being the largest power of two that divides n; returns
+// the block. Products of two rotated vectors are block times those of the vectors.
+int rotate_blocks(float* x, int n);
 
 // The rows of the flat batch: sequence r owns tokens [starts[r], starts[r + 1]), which are the last of its lengths[r]
 // tokens in the cache; its blocks are tables[r * table_stride …].
@@ -62,5 +76,7 @@ struct AttentionScratch {
 };
 
 void attention(Pool& pool, const Batch& batch, const AttentionArgs& args, AttentionScratch& scratch);
+// The same over codes; a row's result depends on its sequence alone.
+void quantized_attention(Pool& pool, const Batch& batch, const AttentionArgs& args, AttentionScratch& scratch);
 
 }  // namespace llmopt

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU through the native kernels: float32 or bfloat16 keys and values, any mix of rows."""
+"""Paged attention on the CPU through the native kernels: float32, bfloat16 or quantized keys and values, any rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..attention.kv_format import format_of
 from .native import CACHE_FORMATS, contiguous, library
 
 BLOCK_MULTIPLE = 32
@@ -30,23 +31,35 @@ def allocate_kv(
     * bfloat16: keys [num_blocks, num_kv_heads, dp/2, block_size, 2], values [num_blocks, num_kv_heads, block_size/2,
       dp, 2]
     * float32: keys [num_blocks, num_kv_heads, dp, block_size], values [num_blocks, num_kv_heads, block_size, dp]
+    * quantized (int8, float8_e4m3fn, or uint8 for int4, see `runtime/attention/kv_format.py`): keys and values
+      [num_blocks, num_kv_heads, block_size, bytes of a vector of dp]; what lies inside a head of a block says
+      attention_codes.h
 
     num_layers, if given, is a further outermost dimension. Blocks may be copied or moved whole along the dimension
     `num_blocks`. Raises ValueError for another dtype or a block_size that is no multiple of 32.
     """
     if dtype not in CACHE_FORMATS:
-        raise ValueError(f"the native cache holds float32 or bfloat16, not {dtype}")
+        raise ValueError(f"the native cache holds float32 or bfloat16, or int8, fp8_e4m3 or int4 codes, not {dtype}")
     if block_size < 1 or block_size % BLOCK_MULTIPLE:
         raise ValueError(f"block_size must be a multiple of {BLOCK_MULTIPLE}, not {block_size}")
     if min(num_blocks, num_kv_heads, head_dim) < 1:
         raise ValueError(f"a cache of {num_blocks} blocks, {num_kv_heads} heads of {head_dim}")
     dp = -(-head_dim // 32) * 32
     lead = ([] if num_layers is None else [num_layers]) + [num_blocks, num_kv_heads]
-    if dtype == torch.bfloat16:
+    codes = format_of(dtype)
+    if codes is not None:
+        shapes = [block_size, codes.vector_bytes(dp)], [block_size, codes.vector_bytes(dp)]
+    elif dtype == torch.bfloat16:
         shapes = [dp // 2, block_size, 2], [block_size // 2, dp, 2]
     else:
         shapes = [dp, block_size], [block_size, dp]
     return _zeros(lead + shapes[0], dtype), _zeros(lead + shapes[1], dtype)
+
+
+def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one layer's keys and values in one block."""
+    dp, codes = -(-head_dim // 32) * 32, format_of(dtype)
+    return 2 * num_kv_heads * block_size * (codes.vector_bytes(dp) if codes else dp * dtype.itemsize)
 
 
 def _zeros(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -63,21 +76,24 @@ def _zeros(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 def _cache_arguments(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[int, int, int, int, int]:
     if k_cache.dtype not in CACHE_FORMATS or v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"the native cache holds float32 or bfloat16, not {k_cache.dtype} and {v_cache.dtype}")
+        raise ValueError(
+            f"the native cache holds float32 or bfloat16, or codes, not {k_cache.dtype} and {v_cache.dtype}"
+        )
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("the native cache must be contiguous, as allocate_kv makes it")
     rank = 5 if k_cache.dtype == torch.bfloat16 else 4
-    dp = -(-head_dim // 32) * 32
+    dp, codes = -(-head_dim // 32) * 32, format_of(k_cache.dtype)
     if (
         k_cache.dim() != rank
         or v_cache.dim() != rank
-        or v_cache.shape[3] != dp
+        or v_cache.shape[3] != (codes.vector_bytes(dp) if codes else dp)
         or k_cache.shape[:2] != v_cache.shape[:2]
     ):
         raise ValueError(
             f"caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)} are not of allocate_kv for head_dim {head_dim}"
         )
-    return CACHE_FORMATS[k_cache.dtype], k_cache.shape[0], k_cache.shape[3], k_cache.shape[1], head_dim
+    block_size = k_cache.shape[2 if codes else 3]
+    return CACHE_FORMATS[k_cache.dtype], k_cache.shape[0], block_size, k_cache.shape[1], head_dim
 
 
 def write_kv(
@@ -134,7 +150,8 @@ def paged_attention(
     Returns [tokens, num_heads, head_dim] in q's dtype. With a float32 cache all arithmetic is float32; with bfloat16,
     queries (times the scale, where that is a power of two) and softmax numerators are rounded to bfloat16 and products
     are summed in float32. as_torch, with bfloat16: the numerators are those of torch's scaled_dot_product_attention on
-    the CPU to the bit, for a sequence that it would see as a whole.
+    the CPU to the bit, for a sequence that it would see as a whole. With a quantized cache the arithmetic is that of
+    bfloat16 over the dequantized values, and a row's result depends on its own sequence alone.
     Raises ValueError for inconsistent shapes, lengths or blocks.
     """
     tokens, num_heads, head_dim = q.shape

@@ -11,9 +11,7 @@
 //   Values: numerators rounded to bfloat16. Several tokens: one float sum in the order of keys, cut where a span has more than
 //   192. One token alone: by four keys, (0 + 2) + (1 + 3), the last keys short of four from the end.
 #pragma once
-#include <limits>
-
-#include "attention.h"
+#include "attention_rows.h"
 
 namespace llmopt {
 namespace {
@@ -24,7 +22,6 @@ constexpr bool kTorchKernels = true;
 constexpr bool kTorchKernels = false;
 #endif
 constexpr int kTorchSpan = 512;
-constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 // The factor of the queries before they are packed, and of the scores after: a power of two is exact in bfloat16, any other
 // factor would round the queries once more than the model does.

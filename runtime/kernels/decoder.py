@@ -203,7 +203,7 @@ class FusedDecoder:
     def allocate_kv(self, num_blocks: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Allocates the paged KV cache of all layers (see `attention.allocate_kv`), replacing an earlier one; returns
         its
-        bytes. block_size: a multiple of 32. dtype: bfloat16 or float32. Raises ValueError for anything else."""
+        bytes. block_size: a multiple of 32. dtype: a key of `native.CACHE_FORMATS`. Raises ValueError for others."""
         self._cache = allocate_kv(num_blocks, block_size, self.num_kv_heads, self.head_dim, dtype, self.num_layers)
         self.num_blocks, self.block_size = num_blocks, block_size
         library().llmopt_decoder_set_cache(
