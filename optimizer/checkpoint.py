@@ -30,6 +30,8 @@ class Checkpoint:
     def __init__(self, folder: Path, identity: Mapping[str, Any] | None = None) -> None:
         self.folder, self.identity = folder, dict(identity or {})
         self._steps: list[dict[str, Any]] = []
+        self.prepared: Any = None
+        """What `prepare` was given, by this run or an earlier one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._open()
 
@@ -74,10 +76,14 @@ class Checkpoint:
         before = self.live
         sums = {str(file.relative_to(self.folder)): checksum(file) for file in [path, *_files(live)]}
         step = {"file": path.name, "data": data, "live": live.name if live else None, "checksums": sums}
-        self._write([*self._steps, step])
+        self._write([*self._steps, step], self.prepared)
         if before is not None and before != live:
             shutil.rmtree(before, ignore_errors=True)
         return path
+
+    def prepare(self, data: Any) -> None:
+        """Record JSON data that the steps to come depend on, such as the result of a search."""
+        self._write(self._steps, data)
 
     def finish(self) -> None:
         """Drop what is only needed to go on; the steps' tensors stay."""
@@ -86,9 +92,10 @@ class Checkpoint:
                 shutil.rmtree(path, ignore_errors=True)
         (self.folder / JOURNAL).unlink(missing_ok=True)
 
-    def _write(self, steps: list[dict[str, Any]]) -> None:
-        write_atomic(self.folder / JOURNAL, json.dumps({"identity": self.identity, "steps": steps}))
-        self._steps = steps
+    def _write(self, steps: list[dict[str, Any]], prepared: Any) -> None:
+        journal = {"identity": self.identity, "prepared": prepared, "steps": steps}
+        write_atomic(self.folder / JOURNAL, json.dumps(journal))
+        self._steps, self.prepared = steps, prepared
 
     def _open(self) -> None:
         """Read the journal, keep the steps up to which everything is whole, and remove what it does not name."""
@@ -96,9 +103,11 @@ class Checkpoint:
             journal = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
             steps = journal["steps"] if journal["identity"] == self.identity else []
             self._steps = steps if all(self._whole(step, last=step is steps[-1]) for step in steps) else []
+            self.prepared = journal.get("prepared") if journal["identity"] == self.identity else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._steps = []
-        known = {JOURNAL, *(step["file"] for step in self._steps)} if self._steps else set()
+        known = {JOURNAL} if self._steps or self.prepared is not None else set()
+        known |= {step["file"] for step in self._steps}
         known |= {self.live.name} if self.live else set()
         for path in self.folder.iterdir():
             if path.name not in known:

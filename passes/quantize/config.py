@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from ...optimizer.base import Options
+from .auto.options import AutoOptions
 from .schemes import figures
 
 Method = Literal[
@@ -19,7 +20,7 @@ CALIBRATED = frozenset({"gptq", "awq", "smoothquant"})
 LARGEST_GROUP = 2**20
 
 
-def _check_group_size(value: object) -> object:
+def check_group_size(value: object) -> object:
     """-1 for `"channel"`; raises ValueError where a number is neither -1 nor a positive multiple of 8."""
     if value == "channel":
         return -1
@@ -41,13 +42,13 @@ class Override(Options):
     activations: Activations | None = Field(None, description="As the main option, for these modules.")
     skip: bool = Field(False, description="Leave these modules as they are.")
 
-    _group_size = field_validator("group_size", mode="before")(_check_group_size)
+    _group_size = field_validator("group_size", mode="before")(check_group_size)
 
 
 class Config(Options):
     """Quantization of linear layers: integers of 2 to 8 bits with scales of groups, W8A8, and 8- and 4-bit floats."""
 
-    method: Method = Field(
+    method: Literal[Method, "auto"] = Field(
         "rtn",
         description="`rtn` rounds each weight to the nearest code and needs no data; `hqq` fits each group's grid to "
         "its weights by half-quadratic splitting, outliers apart, without data (Badri & Shaji 2023); `gptq` also "
@@ -58,7 +59,8 @@ class Config(Options):
         "Nearest values of floats, without data: `fp8` (W8A8, e4m3), `mxfp4` and `nvfp4` (4 bits, weight-only). "
         "For other libraries, one method for the whole model: `bnb-nf4` (4 bits, double quantization) and `bnb-int8` "
         "(LLM.int8(), outliers of 6 and above apart) in bitsandbytes' format, `dynamic-int8` (int8 weights and dynamic "
-        "int8 inputs) in torchao's.",
+        "int8 inputs) in torchao's. "
+        "`auto` gives every layer bits and a method of its own, by measured sensitivity and a limit: see `auto`.",
     )
     bits: int | None = Field(None, ge=2, le=8, description="Bits of a code: 4 by default, 8 where activations are too.")
     group_size: int | None = Field(
@@ -76,6 +78,9 @@ class Config(Options):
         "none",
         description="`int8`: W8A8, that is 8-bit symmetric weights with one scale a channel, and inputs that every "
         "engine quantizes at run time, one scale a token. fp8 quantizes its inputs always.",
+    )
+    auto: AutoOptions | None = Field(
+        None, description="auto: the limit, and what to choose from. `overrides` may take layers out by a `method`."
     )
     ignore: list[str] = Field(
         default_factory=list,
@@ -163,11 +168,34 @@ class Config(Options):
         4096, ge=1, description="gptq: calibration tokens that run through a block at once, at least one sequence."
     )
 
-    _group_size = field_validator("group_size", mode="before")(_check_group_size)
+    _group_size = field_validator("group_size", mode="before")(check_group_size)
 
     @model_validator(mode="after")
     def _figures(self) -> Config:
         """What is not given becomes the method's default, so that the recipe as run spells it out."""
+        self._auto()
         found = figures(self.method, self.bits, self.group_size, self.symmetric, self.activations)
         self.bits, self.group_size, self.symmetric = found["bits"], found["group_size"], bool(found["symmetric"])
+        if self.auto is not None:
+            self.bits = None
         return self
+
+    def _auto(self) -> None:
+        """Raises ValueError where `method: auto` and the options beside it do not fit together."""
+        if (self.method == "auto") != (self.auto is not None):
+            raise ValueError("`method: auto` and the section `auto`, which holds its limit, belong together")
+        if self.auto is None:
+            return
+        if self.bits is not None:
+            raise ValueError("`method: auto` chooses the bits: leave `bits` out, or list some in `auto.bits`")
+        if self.symmetric is False or self.activations != "none":
+            raise ValueError("`method: auto` mixes grids, which have to be symmetric and weight-only to be loaded")
+        if self.desc_act and not self.static_groups:
+            raise ValueError("`method: auto` with activation order needs `static_groups: true`")
+        for pattern, override in self.overrides.items():
+            if override.bits is not None and override.method is None:
+                raise ValueError(f"with `method: auto` the override {pattern!r} needs a `method` beside its `bits`")
+        if self.auto.group_sizes is not None:
+            if self.group_size not in (None, *self.auto.group_sizes):
+                raise ValueError("give `group_size` or `auto.group_sizes`, not both")
+            self.group_size = self.group_size or min((s for s in self.auto.group_sizes if s > 0), default=-1)

@@ -37,21 +37,29 @@ class Quantize(Pass):
     def calibrates(self) -> bool:
         """Whether any method, also one of the overrides, measures activations."""
         methods = {self.config.method, *(override.method for override in self.config.overrides.values())}
-        return bool(methods & CALIBRATED)
+        return bool(methods & {*CALIBRATED, "auto"})
 
     def plan(self, info: ModelInfo) -> PlanItem:
         """Modules, bytes and refusals from the headers. Raises UsageError where a pattern matches no module."""
         from .targets import resolve
 
         targets = resolve(self.config, info)
-        modules = [_module_plan(target, info) for target in targets.modules]
+        planned = {target.name: _module_plan(target, info) for target in targets.modules}
+        summary, notes, seconds = _summary(targets), list(targets.notes), 0.0
+        if self.config.auto is not None and not targets.refusals:
+            from .auto.plan import foresee
+
+            found = foresee(targets, self.config, info)
+            planned |= {module.name: module for module in found.modules}
+            summary, notes, targets = found.summary, notes + found.notes, found.targets
+            seconds = 2 * found.work / 2.5e11 * 2 / max(1, os.cpu_count() or 1)
         item = PlanItem(
-            summary=_summary(targets),
-            modules=modules,
+            summary=summary,
+            modules=list(planned.values()),
             refusals=list(targets.refusals),
-            notes=list(targets.notes),
+            notes=notes,
             peak_memory=_peak_memory(targets, info),
-            seconds=_seconds(targets, self.config),
+            seconds=seconds + _seconds(targets, self.config),
         )
         if any(target.method in CALIBRATED for target in targets.modules):
             item.notes.append(f"memory and time assume {ASSUMED_TOKENS} calibration tokens")
@@ -72,12 +80,19 @@ class Quantize(Pass):
             context.note("fallback", next(n for n in targets.notes if n.startswith(f"{target.name}:")))
         started = time.perf_counter()
         _split_experts(model.module, [target.name for target in targets.modules])
+        details, facts = {}, {}
+        if self.config.auto is not None:
+            from .auto.search import search
+
+            targets, details["auto"], facts = search(model, targets, self.config, context)
         untied = [target.name for target in targets.modules if target.untied]
         layers, checked = self._quantize(model, targets.modules, context)
         if untied:
             _untie(model.module)
         order = {target.name: i for i, target in enumerate(targets.modules)}
         layers.sort(key=lambda line: order[line["name"]])
+        for line in layers:
+            line.update(facts.get(line["name"], {}))
         _note_damping(layers, self.config.damping, context)
         before, after = _check(model.module, targets.modules, context.info)
         return PassReport(
@@ -90,6 +105,7 @@ class Quantize(Pass):
                 "untied": untied,
                 "preflight": checked.as_dict() if checked is not None else None,
                 "seconds": round(time.perf_counter() - started, 2),
+                **details,
             },
             layers=layers,
         )
