@@ -37,7 +37,7 @@ CALIBRATION = {"num_samples": SAMPLES, "sequence_length": LENGTH}
 
 def ours(export: str, **quantize: Any) -> dict[str, Any]:
     made = {"method": "gptq", **W4, **quantize}
-    return {"quantize": made, "export": {"quantization_format": export}, "calibration": CALIBRATION}
+    return {"quantize": made, "export": {"quantization_format": export}, **CALIBRATION}
 
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,7 +149,7 @@ def make(peers: Peers, args: argparse.Namespace, name: str, calibration: Path) -
         return None
     job = {"model": str(args.model), "out": str(out), "tokens": str(calibration), "options": options}
     if maker == "llmopt":
-        job["options"] = {**options, "calibration": {**CALIBRATION, "text": str(args.text.resolve())}}
+        job["options"] = {**options, "text": str(args.text.resolve())}
     answer = peers.call(f"make-{maker}", "" if maker == "llmopt" else maker, job)
     return answer if "error" in answer else None
 
@@ -214,7 +214,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder of the checkpoints (default: a temporary one)")
     parser.add_argument("--only", default="", help="checkpoints whose name is one of these, comma-separated")
     parser.add_argument("--readers", default="", help="readers beside llmopt, comma-separated; all by default")
-    parser.add_argument("--timeout", type=int, default=900, help="seconds for one process")
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds for one process")
     parser.add_argument("--append", action="store_true", help="add to the lines of an earlier piece of the run")
     parser.add_argument("--report", type=Path, help="print the table of this JSON and do nothing else")
     args = parser.parse_args()

@@ -94,15 +94,22 @@ def make_llmcompressor(job: Job) -> dict[str, Any]:
 
 
 def make_llmopt(job: Job) -> dict[str, Any]:
-    import llmopt
+    """Quantize and export, without the rest of a run: what is here proved by others needs no proof of its own."""
     from llmopt.exporters.huggingface import HuggingFaceExporter
+    from llmopt.optimizer.base import Context
+    from llmopt.optimizer.calibration import Calibration
+    from llmopt.optimizer.source_model import load_source
+    from llmopt.optimizer.sources import describe, resolve
+    from llmopt.passes.quantize import Quantize
 
-    options = job["options"]
-    llmopt.optimize(
-        job["model"], passes=[{"quantize": options["quantize"]}], exporter=HuggingFaceExporter(**options["export"]),
-        out=job["out"], calibration=options["calibration"], force=True,
-        evaluate={"windows": 1, "window_length": 128, "speed": False, "new_tokens": 4},
-    )  # fmt: skip
+    options, out = job["options"], Path(job["out"])
+    source = resolve(job["model"])
+    model = load_source(source)
+    calibration = Calibration(model.tokenizer, options["text"], options["num_samples"], options["sequence_length"])
+    context = Context(describe(source), calibration, 0, out)
+    Quantize(**options["quantize"]).run(model, context)
+    out.mkdir(parents=True)
+    HuggingFaceExporter(**options["export"]).export(model, out, context)
     return {"about": {"llmopt": version("llmopt")}}
 
 
@@ -115,10 +122,11 @@ def read_llmopt(job: Job) -> dict[str, Any]:
     from llmopt.evaluation.logits import runner_logits
 
     with llmopt.load(job["model"], device="cpu", dtype=job["dtype"]) as llm:
-        ((_, logits),) = runner_logits(llm.runner, torch.tensor([job["window"]]))
+        engine: Any = llm.runner
+        ((_, logits),) = runner_logits(engine, torch.tensor([job["window"]]))
         logits = logits.clone()
-        found = llm.generate(job["prompts"], max_new_tokens=job["new"], ignore_eos=True, temperature=0.0)
-        runner = type(llm.runner).__name__
+        found: Any = llm.generate(job["prompts"], max_new_tokens=job["new"], ignore_eos=True, temperature=0.0)
+        runner = type(engine).__name__
     return scored(job, logits, [one.token_ids for one in found], llmopt=version("llmopt"), runner=runner)
 
 
@@ -132,6 +140,7 @@ def read_transformers(job: Job) -> dict[str, Any]:
 
 def read_gptqmodel(job: Job) -> dict[str, Any]:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+    os.environ.setdefault("GPTQ_TORCH_CACHE_WEIGHTS", "1")  # dequantize once, not at every token
     import torch
     from gptqmodel import BACKEND, GPTQModel
 
