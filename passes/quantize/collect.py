@@ -50,8 +50,22 @@ def collect(
 
 
 def call_order(block: nn.Module, index: int, layers: Mapping[str, nn.Module], batch: CapturedBatch) -> list[list[str]]:
-    """The names of `layers` in the order in which the block calls them, those with the same input together."""
-    return [group.names for group in collect(block, index, layers, [batch])]
+    """The names of `layers` in the order in which the block calls them, those with the same input together; those that
+    it does not call come last.
+    """
+    given: dict[str, list[torch.Tensor]] = {}
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+
+            def watch(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                given.setdefault(name, []).append(args[0])
+
+            stack.callback(layer.register_forward_pre_hook(watch).remove)
+        batch.calls[index].run(block, batch.hidden)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, inputs in given.items():
+        groups.setdefault(tuple(map(id, inputs)), []).append(name)
+    return [*groups.values(), *([name] for name in layers if name not in given)]
 
 
 def on_one_sequence(batch: CapturedBatch, index: int, use: Callable[[BlockCall, torch.Tensor], T]) -> T:

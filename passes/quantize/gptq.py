@@ -22,8 +22,8 @@ from .rtn import Quantized
 
 __all__ = ["NotPositiveDefinite", "inverse_factor", "matched_weight", "quantize_gptq", "quantize_stack"]
 
-FITTED = 16
-"""Groups whose grids are searched at once, so that the weight is copied in parts only."""
+FITTED = 1 << 20
+"""Weights whose grids are searched at once, so that the weight is copied in parts only."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def quantize_stack(
     importance = hessian.diagonal[order] if moving else hessian.diagonal
     grid = _Grid(scheme, dtype, num_groups, work.shape[1], importance, search_steps, work.device)
     if static_groups:
-        for start in range(0, num_groups, FITTED):
-            grid.fit(range(start, min(start + FITTED, num_groups)), work)
+        for start in range(0, num_groups, step := max(1, FITTED // (size * work.shape[1]))):
+            grid.fit(range(start, min(start + step, num_groups)), work)
     if order is not None:
         permute_rows(work, order)
     group_list = [column // size for column in (range(columns) if order is None or moving else order.tolist())]

@@ -32,7 +32,7 @@ ENOUGH = 4
 """How many times the states of all batches must fit into what is available to be kept in memory."""
 WEIGHT_BYTES = 7
 """Bytes a weight while its layer is rounded: a float32 copy, codes as they come about, and as they are stored."""
-SLICES = 1 << 27
+SLICES = 1 << 26
 """Bytes of whatever is done a few rows or columns at a time."""
 
 
