@@ -11,6 +11,7 @@ import pytest
 import torch
 from llmopt.exporters.huggingface import HuggingFaceExporter
 from llmopt.optimizer.base import Context
+from llmopt.optimizer.errors import RunError
 from llmopt.optimizer.calibration import Calibration
 from llmopt.optimizer.source_model import load_source
 from llmopt.optimizer.sources import describe, resolve
@@ -126,3 +127,25 @@ def test_kept_experts_beside_float8_layers_are_stored_as_before(source: Path, tm
         expected = module(TOKENS).logits
         for other in (open_model(tmp_path).module, AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()):
             assert (other(TOKENS).logits - expected).norm() < 0.2 * expected.norm()  # a router may choose otherwise
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_that_few_tokens_reach_fail_or_fall_back_as_declared(source: Path, method: str) -> None:
+    """Two of four experts see each of the 256 tokens, so none sees 240, and every other layer sees all."""
+    found = resolve(source)
+    info = describe(found)
+
+    def run(**options: Any) -> tuple[Any, Context]:
+        model = load_source(found)
+        context = Context(info, Calibration(model.tokenizer, "default", 4, 64), 0, source)
+        return Quantize(method=method, group_size=32, min_tokens=240, **options).run(model, context), context
+
+    with pytest.raises(RunError, match=r"`min_tokens` is 240") as failure:
+        run()
+    assert ".experts." in failure.value.where
+    report, context = run(few_tokens="rtn")
+    fell = [line for line in report.layers if line["method"] == "rtn"]
+    assert {".experts." in line["name"] for line in fell} == {True}
+    assert all((line["tokens"] < 240) == (line["method"] == "rtn") for line in report.layers)
+    assert len(fell) + sum(line["tokens"] == 256 for line in report.layers) == len(report.layers)
+    assert any(f"{len(fell)} layers were reached by fewer than 240" in note["message"] for note in context.notes)

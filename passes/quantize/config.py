@@ -164,6 +164,17 @@ class Config(Options):
         "of its own, to make up for the layers before it (after GPTAQ, Li et al. 2025). 0 is plain GPTQ. It overfits "
         "short calibration texts: at 1.0 on 8,192 tokens a 30-layer model was ruined. Gate the result.",
     )
+    min_tokens: int = Field(
+        1,
+        ge=1,
+        description="Methods that calibrate: tokens that have to reach a layer. Experts of a mixture that the text "
+        "hardly uses see few; a Hessian of fewer tokens than the layer has inputs fits only those.",
+    )
+    few_tokens: Literal["error", "rtn"] = Field(
+        "error",
+        description="What becomes of a layer that fewer than `min_tokens` reach: the run fails, or the layer is rounded "
+        "to nearest, which is reported as a fallback.",
+    )
     batch_tokens: int = Field(
         4096, ge=1, description="gptq: calibration tokens that run through a block at once, at least one sequence."
     )

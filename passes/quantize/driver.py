@@ -23,9 +23,9 @@ from ...runtime.lazy import outside_blocks
 from .apply import check_weight, rtn_module
 from .collect import call_order, collect_outside
 from .config import CALIBRATED
+from .coverage import round_covered
 from .live import LiveStates
 from .preflight import Preflight, preflight, weights_of
-from .rounding import round_group
 from .stages import STAGES, BlockWork
 from .steps import FinishedSteps, Lines
 
@@ -200,7 +200,7 @@ class _Run:
             check_weight(target.name, self.module.get_submodule(target.name))
             if calibrated:
                 group = collect_outside(self.module, self.blocks, target.name, self.batches, self.captured)
-                lines = round_group(self.module, [target], group, self.config)
+                lines = round_covered(self.module, [target], group, self.config)
             else:
                 lines = [rtn_module(self.module, target, self.config.scale_search)]
             checkpoint = self.steps.checkpoint

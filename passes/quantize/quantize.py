@@ -71,6 +71,7 @@ class Quantize(Pass):
         Raises UsageError as `plan` does; RunError on NaN or infinite weights or activations, an empty calibration
         text, a Hessian that does not factorize, and wherever the result differs from the plan.
         """
+        from .coverage import few_tokens_note
         from .targets import resolve
 
         targets = resolve(self.config, context.info)
@@ -94,6 +95,8 @@ class Quantize(Pass):
         for line in layers:
             line.update(facts.get(line["name"], {}))
         _note_damping(layers, self.config.damping, context)
+        if (note := few_tokens_note(layers, self.config)) is not None:
+            context.note("fallback", note)
         before, after = _check(model.module, targets.modules, context.info)
         return PassReport(
             summary=_summary(targets),

@@ -18,10 +18,10 @@ from ...runtime.decoder_blocks import CapturedBatch
 from .apply import check_weight, rtn_module
 from .collect import call_order, collect, on_one_sequence
 from .config import CALIBRATED
+from .coverage import round_covered
 from .hessian import Hessian, InputGroup
 from .live import LiveStates, Stash
 from .parts import Parts, dense, plan_parts
-from .rounding import round_group
 from .scaling import scale_block
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def round_on_calibration(work: BlockWork) -> None:
         for names in steps:
             groups = work.collect(names, whole=names is steps[-1]) if work.groups is None else work.groups
             for group in groups:
-                work.lines += round_group(work.model, [calibrated[name] for name in group.names], group, work.config)
+                work.lines += round_covered(work.model, [calibrated[name] for name in group.names], group, work.config)
     for line in work.lines:
         if line["name"] in calibrated:
             line["sequential"] = parts is not None or bool(work.config.true_sequential)
@@ -151,7 +151,7 @@ def _round_in_parts(work: BlockWork, parts: Parts, calibrated: dict[str, Target]
                 hessian.add(parts.run_to(number, key, batch.calls[work.index], batch.hidden))
         targets = [calibrated[full[name]] for name in part.names]
         group = InputGroup([target.name for target in targets], hessian, number)
-        work.lines += round_group(work.model, targets, group, work.config)
+        work.lines += round_covered(work.model, targets, group, work.config)
         before = part.names
     if not work.last:
         with dense(work.block, before), parts.entered(len(parts.parts)):
