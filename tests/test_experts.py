@@ -11,8 +11,8 @@ import pytest
 import torch
 from llmopt.exporters.huggingface import HuggingFaceExporter
 from llmopt.optimizer.base import Context
-from llmopt.optimizer.errors import RunError
 from llmopt.optimizer.calibration import Calibration
+from llmopt.optimizer.errors import RunError
 from llmopt.optimizer.source_model import load_source
 from llmopt.optimizer.sources import describe, resolve
 from llmopt.passes.quantize import Quantize

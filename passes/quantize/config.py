@@ -172,8 +172,8 @@ class Config(Options):
     )
     few_tokens: Literal["error", "rtn"] = Field(
         "error",
-        description="What becomes of a layer that fewer than `min_tokens` reach: the run fails, or the layer is rounded "
-        "to nearest, which is reported as a fallback.",
+        description="What becomes of a layer that fewer than `min_tokens` reach: the run fails, or the layer is "
+        "rounded to nearest, which is reported as a fallback.",
     )
     batch_tokens: int = Field(
         4096, ge=1, description="gptq: calibration tokens that run through a block at once, at least one sequence."

@@ -1,7 +1,7 @@
 """Layers that too few calibration tokens reach, such as the experts that a text hardly uses.
 
-A Hessian of fewer rows than it has columns is singular and fits only the tokens it has seen; with no row at all there is
-nothing to fit. What happens to such a layer is declared (`few_tokens`), never silent.
+A Hessian of fewer rows than it has columns is singular and fits only the tokens it has seen; with no row at all there
+is nothing to fit. What happens to such a layer is declared (`few_tokens`), never silent.
 """
 
 from __future__ import annotations
