@@ -253,7 +253,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, required=True)
     parser.add_argument("--output", type=Path, default=Path("quantization.json"))
     parser.add_argument("--work", type=Path, default=Path("quantization-work"), help="folder for what is made")
-    parser.add_argument("--only", default="", help="rows whose key has one of these, separated by semicolons")
+    parser.add_argument("--only", default="", help="rows by parts of their keys, separated by semicolons; $ is the end")
     parser.add_argument("--grid", default="", help="grids, such as `W4 g64;W3 g64`")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
@@ -274,7 +274,7 @@ def main() -> None:
         row
         for row in rows()
         if (not args.grid or row.grid in args.grid.split(";"))
-        and (not args.only or any(part in row.key for part in args.only.split(";")))
+        and (not args.only or any(part in f"{row.key}$" for part in args.only.split(";")))
     ]
     if args.list:
         print("\n".join(row.key for row in chosen))
