@@ -81,7 +81,8 @@ class Quantize(Pass):
             context.note("fallback", next(n for n in targets.notes if n.startswith(f"{target.name}:")))
         started = time.perf_counter()
         _split_experts(model.module, [target.name for target in targets.modules])
-        details, facts = {}, {}
+        details: dict[str, Any] = {}
+        facts: dict[str, dict[str, float]] = {}
         if self.config.auto is not None:
             from .auto.search import search
 

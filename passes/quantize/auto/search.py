@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -138,7 +138,7 @@ class _Search:
                 self._candidates(number, names, group)
 
     def _candidates(self, number: int, names: list[str], group: SharedInput) -> None:
-        weights = [self.model.module.get_submodule(name).weight.detach() for name in names]
+        weights = [cast("torch.Tensor", self.model.module.get_submodule(name).weight).detach() for name in names]
         outputs = [group.outputs[name].double() for name in names]
         for name, weight, output in zip(names, weights, outputs):
             whole = ((weight.float() @ group.inputs.metric) * weight.float()).sum(1)
