@@ -111,7 +111,7 @@ def bytes_per_token(config: PreTrainedConfig, element_size: int) -> int | None:
 
 def quantized_bytes_per_token(config: PreTrainedConfig, dtype: KVCacheDtype) -> int | None:
     """The same in a quantized cache, scales included; None for `auto` too."""
-    from ..runtime.attention.kv_format import FORMATS
+    from ..runtime.kernels.kv_format import FORMATS
 
     shape = cache_shape(config)
     if shape is None or dtype not in FORMATS:

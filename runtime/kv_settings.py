@@ -23,7 +23,7 @@ def applied(runner: Any) -> str:
 
 def quantized(runner: Any) -> bool:
     """Whether a runner keeps codes."""
-    from .attention.kv_format import FORMATS
+    from .kernels.kv_format import FORMATS
 
     return applied(runner) in FORMATS
 

@@ -30,11 +30,11 @@ class NativeBackend:
     name = "native"
 
     def __init__(self, opened: OpenedModel, draft: bool, release: bool, options: dict[str, Any]) -> None:
-        from .attention.kv_format import UnsupportedFormat
         from .engine.engine import Engine
         from .engine.loop import EngineLoop
         from .engine.scheduler_config import SchedulerConfig
         from .fused_linears import apply_around
+        from .kernels.kv_format import UnsupportedFormat
         from .kv_settings import kv_notes, kv_options
         from .linear_settings import linear_notes, linear_options
 

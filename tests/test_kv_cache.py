@@ -15,10 +15,10 @@ from llmopt.optimizer.recipe import Gates
 from llmopt.optimizer.runtime_spec import KVCacheSpec
 from llmopt.optimizer.sources import describe, resolve
 from llmopt.passes.kv_cache import KVCache, bytes_per_token, quantized_bytes_per_token
-from llmopt.runtime.attention.kv_format import FORMATS
 from llmopt.runtime.engine.plan import Row, StepPlan
 from llmopt.runtime.engine.runner_select import build_runner
 from llmopt.runtime.kernels.build import unavailable_reason
+from llmopt.runtime.kernels.kv_format import FORMATS
 from llmopt.runtime.kv_settings import kv_notes, kv_options, require_applied
 from llmopt.tests.runs import run
 

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.optimizer.errors import RunError, UsageError
-from llmopt.runtime.attention.kv_format import (
+from llmopt.runtime.attention.layer import AttentionLayer, Batch
+from llmopt.runtime.attention.op import cache_writer, paged_backend
+from llmopt.runtime.attention.pool import KVPool, block_bytes, bytes_per_block, group_layers
+from llmopt.runtime.attention.select import choose, refusal
+from llmopt.runtime.kernels.kv_format import (
     FORMATS,
     cache_dtype,
     cache_dtype_name,
@@ -22,10 +26,6 @@ from llmopt.runtime.attention.kv_format import (
     split,
     turn_back,
 )
-from llmopt.runtime.attention.layer import AttentionLayer, Batch
-from llmopt.runtime.attention.op import cache_writer, paged_backend
-from llmopt.runtime.attention.pool import KVPool, block_bytes, bytes_per_block, group_layers
-from llmopt.runtime.attention.select import choose, refusal
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 BACKENDS = ["triton"] if INTERPRETED else ["torch", "compiled"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .kv_format import format_of
+from ..kernels.kv_format import format_of
 from .layer import AttentionLayer, Batch
 
 if TYPE_CHECKING:

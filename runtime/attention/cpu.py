@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .kv_format import format_of, read, turn_back
+from ..kernels.kv_format import format_of, read, turn_back
 from .layer import Batch, visible
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError
-from . import kv_format
-from .kv_format import format_of
+from ..kernels import kv_format
+from ..kernels.kv_format import format_of
 from .layer import AttentionLayer, Batch
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...optimizer.errors import RunError
-from .kv_format import format_of
+from ..kernels.kv_format import format_of
 from .layer import AttentionLayer
 
 if TYPE_CHECKING:

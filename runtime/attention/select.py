@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...optimizer.errors import RunError
-from .kv_format import UnsupportedFormat, cache_dtype_name, format_of
+from ..kernels.kv_format import UnsupportedFormat, cache_dtype_name, format_of
 from .layer import AttentionLayer
 from .op import BACKENDS
 

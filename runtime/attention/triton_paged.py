@@ -10,7 +10,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
-from .kv_format import FORMATS, format_of, split, turn_back
+from ..kernels.kv_format import FORMATS, format_of, split, turn_back
 from .layer import Batch
 
 if TYPE_CHECKING:

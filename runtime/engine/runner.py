@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError, UsageError
 from ..attention.interface import ATTENTION_NAME, StepCache, gather_slots
-from ..attention.kv_format import cache_dtype, cache_dtype_name, format_of
 from ..attention.op import active_batch
 from ..attention.pool import KVPool
 from ..attention.probe import probe_model, text_config
 from ..attention.rope import freeze_rope, rope_limit, thaw_rope
 from ..attention.select import AttentionChoice, choose
+from ..kernels.kv_format import cache_dtype, cache_dtype_name, format_of
 from .plan import Row, StepPlan
 from .runner_inputs import BatchBuilder, StepTensors, to_device
 from .runner_memory import blocks_for
@@ -60,7 +60,7 @@ class EagerRunner:
 
     model: a causal language model; its parameters' dtype is the activations'.
     kv_dtype: the pool's: `auto` (the activations'), a dtype or its name, or the name of a quantized format
-        (`attention/kv_format.py`).
+        (`kernels/kv_format.py`).
     block_size: tokens a block; None lets the attention backend choose.
     num_blocks, kv_cache_memory (bytes), memory_utilization: size of the pool, see `blocks_for`.
     max_model_len: longest request; None is the model's own limit.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from ...optimizer.errors import RunError, UsageError
-from ..attention.kv_format import cache_dtype, cache_dtype_name, format_of
+from ..kernels.kv_format import cache_dtype, cache_dtype_name, format_of
 from .plan import Row, StepPlan
 from .runner import longest_request
 from .runner_inputs import BatchBuilder
@@ -78,7 +78,7 @@ class NativeRunner:
     block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
     pool; never more than `max_num_seqs` requests of `max_model_len` could fill.
     kv_dtype: `auto` (float32 for a float32 model, else bfloat16), `bfloat16`, `float32`, or the name of a quantized
-        format (`attention/kv_format.py`). With one of those `rounding="auto"` is `none`: transformers' bits are out of
+        format (`kernels/kv_format.py`). With one of those `rounding="auto"` is `none`: transformers' bits are out of
         reach, and float32 between the products is nearer to the float32 model.
 
     Attributes beside the protocol's: `decoder`, `notes`, `kv_dtype` (its name), `self_check_error` (the proof's

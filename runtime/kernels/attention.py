@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..attention.kv_format import format_of
+from .kv_format import format_of
 from .native import CACHE_FORMATS, contiguous, library
 
 BLOCK_MULTIPLE = 32
@@ -31,7 +31,7 @@ def allocate_kv(
     * bfloat16: keys [num_blocks, num_kv_heads, dp/2, block_size, 2], values [num_blocks, num_kv_heads, block_size/2,
       dp, 2]
     * float32: keys [num_blocks, num_kv_heads, dp, block_size], values [num_blocks, num_kv_heads, block_size, dp]
-    * quantized (int8, float8_e4m3fn, or uint8 for int4, see `runtime/attention/kv_format.py`): keys and values
+    * quantized (int8, float8_e4m3fn, or uint8 for int4, see `runtime/kernels/kv_format.py`): keys and values
       [num_blocks, num_kv_heads, block_size, bytes of a vector of dp]; what lies inside a head of a block says
       attention_codes.h
 

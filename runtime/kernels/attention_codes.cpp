@@ -1,4 +1,4 @@
-// How keys and values become codes; the definition is runtime/attention/kv_format.py, to the bit.
+// How keys and values become codes; the definition is runtime/kernels/kv_format.py, to the bit.
 #include "attention_codes.h"
 
 namespace llmopt {

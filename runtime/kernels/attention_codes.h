@@ -1,6 +1,6 @@
 // Keys and values as 8- or 4-bit codes with one bfloat16 scale a token and KV head: int8, fp8 (e4m3) and int4.
 //
-// What a code means is defined in runtime/attention/kv_format.py; here is how codes lie in a block, and how they become
+// What a code means is defined in runtime/kernels/kv_format.py; here is how codes lie in a block, and how they become
 // bfloat16 in registers. Every code is exact in bfloat16, so a product over codes times the scale is the product over the
 // dequantized values. For one block of `block_size` tokens and one KV head, with head dimension D padded to dp, a multiple of 32:
 //   8 bits  keys [dp/2][block_size][2], values [block_size/2][dp][2]

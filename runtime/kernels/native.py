@@ -19,7 +19,7 @@ WEIGHT_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 ACTIVATION_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 SCALE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3, torch.uint8: 4}
-"""Element types of a KV cache; the last three are int8, fp8_e4m3 and int4 codes (`runtime/attention/kv_format.py`)."""
+"""Element types of a KV cache; the last three are int8, fp8_e4m3 and int4 codes (`runtime/kernels/kv_format.py`)."""
 PARTS = ("norm and pack", "qkv", "rope and cache write", "attention", "output projection", "gate/up", "down", "head")
 
 
