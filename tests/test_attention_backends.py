@@ -273,8 +273,9 @@ def test_triton_kernels_in_the_interpreter() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("form", range(4), ids=["plain", "int8", "fp8_e4m3", "int4"])
 @pytest.mark.parametrize("kernel", ["decode_kernel", "reduce_kernel", "prefill_kernel"])
-def test_triton_kernels_compile_for_hopper(kernel: str) -> None:
+def test_triton_kernels_compile_for_hopper(kernel: str, form: int) -> None:
     """To a cubin for compute capability 9.0, with the options that take every branch; needs no GPU."""
     import triton
     from llmopt.runtime.attention import triton_kernels
@@ -284,9 +285,12 @@ def test_triton_kernels_compile_for_hopper(kernel: str) -> None:
     constants = {
         "GROUP": 4, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_D": 128, "BLOCK_DV": 128, "BLOCK_N": 64, "BLOCK_SIZE": 16,
         "SOFTCAP": True, "UPCAST": False, "BLOCK_M": 16, "BLOCK_SPLITS": 16, "SINKS": True, "BLOCK_Q": 4,
+        "FORMAT": form,
     }  # fmt: skip
     types = {"scale": "fp32", "softcap": "fp32", "table_ptr": "*i32", "bounds_ptr": "*i32", "lengths_ptr": "*i32",
              "partial_ptr": "*fp32", "maximum_ptr": "*fp32", "total_ptr": "*fp32"}  # fmt: skip
+    if form:  # codes, and the bits of bfloat16 scales
+        types |= {"key_ptr": "*u8", "value_ptr": "*u8", "key_scale_ptr": "*i16", "value_scale_ptr": "*i16"}
     signature = {}
     for name in function.arg_names:
         if name in constants:
