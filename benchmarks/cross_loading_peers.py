@@ -131,6 +131,7 @@ def read_llmopt(job: Job) -> dict[str, Any]:
 
 
 def read_transformers(job: Job) -> dict[str, Any]:
+    os.environ.setdefault("GPTQ_TORCH_CACHE_WEIGHTS", "1")  # for optimum, which runs GPTQModel's layers
     import torch
     import transformers
 
