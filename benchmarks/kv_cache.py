@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--runner", choices=("native", "eager"), default="native", help="for quality and capacity")
     parser.add_argument("--pool-mib", type=int, default=256)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[16, 64, 128, 256, 512, 768, 1024, 1536, 2048])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[16, 64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=5, help="decode steps of a round and format")
     parser.add_argument("--threads", type=int, default=2)
