@@ -66,6 +66,7 @@ def ours(bits: int, group: int = 64) -> list[Row]:
         Row("llmopt rtn", "llmopt", bits, group, {"method": "rtn"}),
         Row("llmopt hqq", "llmopt", bits, group, {"method": "hqq"}),
         Row("llmopt gptq", "llmopt", bits, group, {"method": "gptq"}),
+        Row("llmopt gptq, side by side", "llmopt", bits, group, {"method": "gptq", "true_sequential": False}),
         Row("llmopt awq", "llmopt", bits, group, {"method": "awq"}),
         Row("llmopt awq + gptq", "llmopt", bits, group, BEST),
     ]
