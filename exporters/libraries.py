@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..optimizer.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
+
+    from ..runtime.kernels.packed import QuantScheme
 
 
 def library_config(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -22,7 +24,7 @@ def library_config(model: PreTrainedModel) -> dict[str, Any] | None:
     from .compressed_tensors import packed_modules
     from .torchao import torchao_config
 
-    schemes = {module.scheme for _, module in packed_modules(model)}
+    schemes = {cast("QuantScheme", module.scheme) for _, module in packed_modules(model)}
     formats = sorted({scheme.format for scheme in schemes})
     if not set(formats) & set(LIBRARY_FORMATS):
         return None
