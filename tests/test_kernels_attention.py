@@ -17,7 +17,7 @@ def isa(request, monkeypatch):
     return request.param
 
 
-def reference(q, k, v, length, scale, window, softcap, sinks):
+def reference(q, k, v, length, scale, window, softcap, sinks, kept):
     """q [n, H, D] are the last n of `length` tokens; k, v [length, Hkv, D]; all float64."""
     n, heads, _ = q.shape
     k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
@@ -27,7 +27,7 @@ def reference(q, k, v, length, scale, window, softcap, sinks):
     position, key = torch.arange(length - n, length)[:, None], torch.arange(length)[None]
     hidden = key > position
     if window:
-        hidden |= key <= position - window
+        hidden |= (key <= position - window) & (key >= kept)
     scores.masked_fill_(hidden, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, n, 1)], -1)
@@ -46,6 +46,7 @@ def run(
     sinks=None,
     seed=0,
     as_torch=False,
+    kept=0,
 ):
     """rows: (query tokens, length) a sequence. Returns (native, reference), both [tokens, heads, head_dim]."""
     generator = torch.Generator().manual_seed(seed)
@@ -62,10 +63,10 @@ def run(
         at = torch.arange(length)
         write_kv(k, v, k_cache, v_cache, mine[at // block_size] * block_size + at % block_size)
         queries.append(q)
-        expected.append(reference(q.double(), k.double(), v.double(), length, scale, window, softcap, sinks))
+        expected.append(reference(q.double(), k.double(), v.double(), length, scale, window, softcap, sinks, kept))
     starts = torch.tensor([0, *(count for count, _ in rows)]).cumsum(0)
     lengths = torch.tensor([length for _, length in rows])
-    out = paged_attention(torch.cat(queries), k_cache, v_cache, starts, lengths, tables, scale=scale, window=window,
+    out = paged_attention(torch.cat(queries), k_cache, v_cache, starts, lengths, tables, scale=scale, window=window, kept=kept,
                           softcap=softcap, sinks=sinks, as_torch=as_torch)  # fmt: skip
     return out.double(), torch.cat(expected)
 
@@ -77,6 +78,7 @@ MIXED = [(1, 1), (1, 200), (40, 40), (17, 90), (3, 33), (1, 64)]
     {}, {"window": 24}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, -3.0, 4.0, 9.0, 0.0, 1.0])},
     {"window": 50, "softcap": 20.0, "block_size": 64}, {"head_dim": 64, "heads": 9, "kv_heads": 3},
     {"head_dim": 20, "heads": 4, "kv_heads": 4}, {"head_dim": 128, "heads": 8, "kv_heads": 1},
+    {"window": 24, "kept": 4}, {"window": 7, "kept": 70}, {"window": 40, "kept": 32, "softcap": 5.0},
 ])  # fmt: skip
 def test_mixed_batch(options):
     out, expected = run(MIXED, torch.float32, **options)
@@ -89,6 +91,7 @@ def test_mixed_batch(options):
 @pytest.mark.parametrize("options", [
     {}, {"window": 24}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, -3.0, 4.0, 9.0, 0.0, 1.0])},
     {"head_dim": 128, "heads": 8, "kv_heads": 1}, {"head_dim": 64, "heads": 9, "kv_heads": 3, "block_size": 64},
+    {"window": 24, "kept": 4},
 ])  # fmt: skip
 def test_in_the_order_of_torch(options):
     """The arithmetic of torch's attention, whatever else is asked of it: tiles, a row alone, few keys, many spans."""
@@ -105,8 +108,9 @@ def test_long_contexts_are_split_and_merged(rows):
         for sinks in (None, torch.linspace(-2, 6, 6)):
             out, expected = run(rows, torch.float32, sinks=sinks)
             assert (out - expected).abs().max() < 1e-5
-        out, expected = run(rows, torch.float32, window=333)
-        assert (out - expected).abs().max() < 1e-5
+        for options in ({"window": 333}, {"window": 600, "kept": 5}, {"window": 300, "kept": 300}):
+            out, expected = run(rows, torch.float32, **options)
+            assert (out - expected).abs().max() < 1e-5
     finally:
         set_num_threads(before)
 

@@ -32,8 +32,8 @@ def refusal(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_size: in
             return "latent attention runs in gather mode"
         if layer.key_dim != layer.value_dim:
             return f"keys of {layer.key_dim} and values of {layer.value_dim} elements"
-        if layer.chunk or layer.sink_tokens:
-            return "chunked attention and kept first tokens have no argument there"
+        if layer.chunk:
+            return "chunked attention has no argument there"
     try:
         library()
     except NativeUnavailable as error:
@@ -95,8 +95,8 @@ def paged_attention_compiled(
 
     from ..kernels.native import library
 
-    if chunk or sink_tokens:
-        raise ValueError("the native kernels take no chunk or sink_tokens")
+    if chunk:
+        raise ValueError("the native kernels take no chunk")
     if "compiled" not in batch.memo:
         batch.memo["compiled"] = tuple(
             t.to(torch.int32).contiguous() for t in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables)
@@ -108,7 +108,8 @@ def paged_attention_compiled(
     if library().llmopt_attention(
         *_geometry(key_cache, query.shape[-1]), key_cache.data_ptr(), value_cache.data_ptr(), query.shape[1],
         rows.data_ptr(), out.data_ptr(), lengths.shape[0], starts.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
-        tables.shape[1], scale, softcap, window, None if extra is None else extra.data_ptr(), 0,
+        tables.shape[1], scale, softcap, window, sink_tokens,
+        None if extra is None else extra.data_ptr(), 0,
     ):  # fmt: skip
         raise MemoryError("no memory for native attention")
     return out.to(query.dtype)

@@ -141,36 +141,41 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
   }
   const int32_t* table = batch.tables + static_cast<size_t>(task.sequence) * batch.table_stride;
   const uint8_t *key_blocks[kTorchSpan / 32 + 1], *value_blocks[kTorchSpan / 32 + 1];
-  for (int start = task.begin / bs * bs; start < task.end; start += span_keys) {
-    const int blocks = std::min(span_blocks, (task.end - start + bs - 1) / bs);
-    for (int b = 0; b < blocks; ++b) {
-      const size_t at = static_cast<size_t>(table[start / bs + b]) * shape.block_bytes() + task.head * shape.head_bytes();
-      key_blocks[b] = a.keys + at;
-      value_blocks[b] = a.values + at;
-    }
-    for (int panel = 0; panel * kMaxRows < rows; ++panel) {
-      const int row0 = panel * kMaxRows, r = std::min(kMaxRows, rows - row0);
-      int low[kMaxRows], high[kMaxRows];
-      for (int m = 0; m < r; ++m) {
-        const int pos = position(row0 + m);
-        high[m] = std::min(pos + 1, task.end) - start;
-        low[m] = std::max(a.window > 0 ? pos + 1 - a.window : 0, task.begin) - start;
+  // Adds the keys [begin, end), of which a row sees those up to its own, and from its window's first one on if `windowed`.
+  const auto attend = [&](int begin, int end, bool windowed) {
+    for (int start = begin / bs * bs; start < end; start += span_keys) {
+      const int blocks = std::min(span_blocks, (end - start + bs - 1) / bs);
+      for (int b = 0; b < blocks; ++b) {
+        const size_t at = static_cast<size_t>(table[start / bs + b]) * shape.block_bytes() + task.head * shape.head_bytes();
+        key_blocks[b] = a.keys + at;
+        value_blocks[b] = a.values + at;
       }
-      const int seen = std::min(blocks, (high[r - 1] + bs - 1) / bs);
-      if (seen <= 0 || low[0] >= seen * bs) continue;
-      Span span{&a, key_blocks, value_blocks, seen, seen * bs, q + static_cast<size_t>(row0) * units * 4, low, high,
-                s, o + static_cast<size_t>(row0) * dp, maximum + row0, sum + row0, p,
-                std::min(span_keys, batch.lengths[task.sequence] - start), order, panel == 0};
+      for (int panel = 0; panel * kMaxRows < rows; ++panel) {
+        const int row0 = panel * kMaxRows, r = std::min(kMaxRows, rows - row0);
+        int low[kMaxRows], high[kMaxRows];
+        for (int m = 0; m < r; ++m) {
+          const int pos = position(row0 + m);
+          high[m] = std::min(pos + 1, end) - start;
+          low[m] = std::max(windowed ? a.first_key(pos) : 0, begin) - start;
+        }
+        const int seen = std::min(blocks, (high[r - 1] + bs - 1) / bs);
+        if (seen <= 0 || low[0] >= seen * bs) continue;
+        Span span{&a, key_blocks, value_blocks, seen, seen * bs, q + static_cast<size_t>(row0) * units * 4, low, high,
+                  s, o + static_cast<size_t>(row0) * dp, maximum + row0, sum + row0, p,
+                  std::min(span_keys, batch.lengths[task.sequence] - start), order, panel == 0};
 #if LLMOPT_AVX512
-      if (a.as_torch) {
-        for_rows<TorchPanel::Body>(r, span);
-        continue;
-      }
+        if (a.as_torch) {
+          for_rows<TorchPanel::Body>(r, span);
+          continue;
+        }
 #endif
-      if (shape.format == KV_BF16) for_rows<Panel<BF16Op>::template Body>(r, span);
-      else for_rows<Panel<F32Op>::template Body>(r, span);
+        if (shape.format == KV_BF16) for_rows<Panel<BF16Op>::template Body>(r, span);
+        else for_rows<Panel<F32Op>::template Body>(r, span);
+      }
     }
-  }
+  };
+  if (task.part == 0) attend(0, a.kept_keys(first_position + task.tokens), false);
+  attend(task.begin, task.end, true);
   for (int row = 0; row < rows; ++row) {
     if (!partial) {
       finish_row(a, task.token + row / group, task.head * group + row % group, o + static_cast<size_t>(row) * dp,
@@ -216,7 +221,7 @@ void attention(Pool& pool, const Batch& batch, const AttentionArgs& given, Atten
     for (int i = (rows + tile - 1) / tile - 1; i >= 0; --i) {
       const int token = batch.starts[r] + i * tile, tokens = std::min(tile, batch.starts[r + 1] - token);
       const int first = batch.lengths[r] - rows + i * tile, end = first + tokens;
-      const int begin = a.window > 0 ? std::max(0, first + 1 - a.window) : 0;
+      const int begin = std::min(a.first_key(first), end);
       int parts = 1;
       if (pool.threads() > 1 && tiles < 4 * pool.threads())
         parts = std::max(1, std::min((end - begin) / (a.as_torch ? kTorchSpan : kMinPart), 4 * pool.threads() / tiles + 1));

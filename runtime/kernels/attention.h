@@ -61,9 +61,14 @@ struct AttentionArgs {
   size_t out_stride;
   float scale, cap;    // scores are scale * q.k, then cap * tanh(./cap) where cap > 0
   int window;          // a token sees the last `window` positions, itself included; 0: all
+  int kept;            // and, with a window, the first `kept` positions (StreamingLLM, Xiao et al. 2023)
   const float* sinks;  // [heads] or null: a logit that takes part in the softmax and has no value
   // With a bfloat16 cache and AVX-512: the arithmetic of torch's scaled_dot_product_attention, see attention_torch.h.
   bool as_torch = false;
+
+  // The kept keys are attended by themselves, before the others; of those a token at `position` sees none before this one.
+  int first_key(int position) const { return window > 0 ? std::max(kept, position + 1 - window) : 0; }
+  int kept_keys(int end) const { return window > 0 ? std::min(kept, end) : 0; }  // of the first `end` ones
 };
 
 // Per-thread space and the pieces of sequences whose context was split.

@@ -135,6 +135,7 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    kept: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     as_torch: bool = False,
@@ -144,7 +145,8 @@ def paged_attention(
     q [tokens, num_heads, head_dim] of any float type; sequence r owns tokens starts[r] … starts[r+1]-1, which are the
     last of its lengths[r] tokens, all of them already written (`write_kv`). starts int [sequences+1], lengths int
     [sequences], block_tables int [sequences, max_blocks]. Scores are scale * q·k, then softcap * tanh(score / softcap)
-    where softcap > 0; a token sees the last `window` positions, itself included (0: all). sinks [num_heads]: one more
+    where softcap > 0; a token sees the last `window` positions, itself included (0: all), and with a window
+    the first `kept` positions too. sinks [num_heads]: one more
     logit a head that takes part in the softmax and carries no value (Xiao et al. 2023; gpt-oss).
 
     Returns [tokens, num_heads, head_dim] in q's dtype. With a float32 cache all arithmetic is float32; with bfloat16,
@@ -184,7 +186,7 @@ def paged_attention(
     out = torch.empty_like(query)
     if library().llmopt_attention(
         *arguments, k_cache.data_ptr(), v_cache.data_ptr(), num_heads, query.data_ptr(), out.data_ptr(), sequences,
-        first.data_ptr(), total.data_ptr(), tables.data_ptr(), tables.shape[1], scale, softcap, window,
+        first.data_ptr(), total.data_ptr(), tables.data_ptr(), tables.shape[1], scale, softcap, window, kept,
         None if extra is None else extra.data_ptr(), int(as_torch),
     ):  # fmt: skip
         raise MemoryError("no memory for native attention")

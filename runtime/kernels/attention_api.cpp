@@ -38,11 +38,11 @@ int llmopt_write_kv(int format, int num_blocks, int block_size, int kv_heads, in
 int llmopt_attention(int format, int num_blocks, int block_size, int kv_heads, int head_dim, const void* keys,
                      const void* values, int heads, const float* q, float* out, int sequences, const int32_t* starts,
                      const int32_t* lengths, const int32_t* tables, int table_stride, float scale, float cap, int window,
-                     const float* sinks, int as_torch) try {
+                     int kept, const float* sinks, int as_torch) try {
   std::lock_guard<std::mutex> lock(pool_mutex());
   const size_t stride = static_cast<size_t>(heads) * head_dim;
   const AttentionArgs args{{format, num_blocks, block_size, kv_heads, head_dim}, static_cast<const uint8_t*>(keys),
-                           static_cast<const uint8_t*>(values), heads, q, stride, out, stride, scale, cap, window, sinks,
+                           static_cast<const uint8_t*>(values), heads, q, stride, out, stride, scale, cap, window, kept, sinks,
                            as_torch != 0};
   attention(pool(), Batch{sequences, starts, lengths, tables, table_stride}, args, g_scratch);
   return 0;

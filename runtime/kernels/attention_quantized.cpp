@@ -13,6 +13,7 @@ constexpr int kSpan = 256;      // keys of a span, or one block where that is lo
 constexpr int kTileRows = 48;   // query rows of a task
 
 int span_blocks(const CacheShape& shape) { return std::max(1, kSpan / shape.block_size); }
+int spans_of(int keys, int span_keys) { return (keys + span_keys - 1) / span_keys; }
 
 // One panel of query rows against the blocks of one span.
 struct Piece {
@@ -179,7 +180,8 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
   const int group = a.heads / shape.kv_heads, rows = task.tokens * group, dp = shape.dp(), bs = shape.block_size;
   const int blocks_of_span = span_blocks(shape), span_keys = blocks_of_span * bs, stride = dp + 2;
   const int first_position = batch.lengths[task.sequence] - (batch.starts[task.sequence + 1] - task.token);
-  const int begin = a.window > 0 ? std::max(0, first_position + 1 - a.window) : 0, end = first_position + task.tokens;
+  const int end = first_position + task.tokens, begin = std::min(a.first_key(first_position), end);
+  const int kept = a.kept_keys(end), kept_spans = spans_of(kept, span_keys);
   uint8_t* q = t.q.reserve(static_cast<size_t>(rows) * dp * 2);
   float* s = t.s.reserve(static_cast<size_t>(kMaxRows) * span_keys);
   uint8_t* p = t.p.reserve(static_cast<size_t>(kMaxRows) * span_keys * 4);
@@ -196,7 +198,10 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
   const int32_t* table = batch.tables + static_cast<size_t>(task.sequence) * batch.table_stride;
   const uint8_t *keys[kSpan / 32], *values[kSpan / 32];
   for (int span = task.begin; span < task.end; ++span) {
-    const int start = std::max(span * span_keys, begin / bs * bs), stop = std::min((span + 1) * span_keys, end);
+    const bool windowed = span >= first_span + kept_spans;  // else a span of the kept keys
+    const int place = windowed ? span : span - first_span;
+    const int start = windowed ? std::max(place * span_keys, begin / bs * bs) : place * span_keys;
+    const int stop = std::min((place + 1) * span_keys, windowed ? end : kept);
     const int blocks = (stop - start + bs - 1) / bs;
     for (int b = 0; b < blocks; ++b) {
       const size_t at = static_cast<size_t>(table[start / bs + b]) * shape.block_bytes() + task.head * shape.head_bytes();
@@ -211,8 +216,8 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
       int low[kMaxRows], high[kMaxRows];
       for (int m = 0; m < r; ++m) {
         const int position = first_position + (row0 + m) / group;
-        high[m] = std::min(position + 1, end) - start;
-        low[m] = (a.window > 0 ? std::max(0, position + 1 - a.window) : 0) - start;
+        high[m] = std::min(position + 1, windowed ? end : kept) - start;
+        low[m] = (windowed ? a.first_key(position) : 0) - start;
       }
       float* out = states ? states + (static_cast<size_t>(span - first_span) * rows + row0) * stride : own;
       const int seen = std::min(blocks, (high[r - 1] + bs - 1) / bs);
@@ -250,8 +255,8 @@ void quantized_attention(Pool& pool, const Batch& batch, const AttentionArgs& a,
     for (int i = (rows + tile - 1) / tile - 1; i >= 0; --i) {
       const int token = batch.starts[r] + i * tile, tokens = std::min(tile, batch.starts[r + 1] - token);
       const int position = batch.lengths[r] - rows + i * tile, end = position + tokens;
-      const int begin = a.window > 0 ? std::max(0, position + 1 - a.window) : 0;
-      const int first = begin / span_keys, spans = (end - 1) / span_keys + 1 - first;
+      const int begin = std::min(a.first_key(position), end), kept_spans = spans_of(a.kept_keys(end), span_keys);
+      const int first = begin / span_keys - kept_spans, spans = spans_of(end, span_keys) - first;
       int parts = 1;
       if (pool.threads() > 1 && tiles < 4 * pool.threads()) parts = std::min(spans, 4 * pool.threads() / tiles + 1);
       for (int h = 0; h < a.shape.kv_heads; ++h) {

@@ -342,7 +342,7 @@ int Decoder::step(Pool& pool, const StepArgs& a) {
     float* attended = attended_.reserve(static_cast<size_t>(a.tokens) * width);
     const size_t stride = static_cast<size_t>(l.q->tiles + l.k->tiles + l.v->tiles) * kLanes;
     attention(pool, batch, {cache_, keys_ + layer_bytes, values_ + layer_bytes, spec_.heads, qkv_.data, stride, attended,
-                            static_cast<size_t>(width), l.attention_scale, l.attention_cap, l.window, l.sinks,
+                            static_cast<size_t>(width), l.attention_scale, l.attention_cap, l.window, l.kept, l.sinks,
                             spec_.torch_attention != 0}, attention_);
     begin_part(PART_ROWS);
     int count = a.tokens;

@@ -17,6 +17,7 @@ extern "C" struct LayerSpec {
   const uint16_t* activation_table;  // with rounding: the activation of every bfloat16, by its bits [65536]
   int32_t qk_norm_full;
   int32_t window;      // 0: all positions
+  int32_t kept;        // first positions that stay visible outside the window
   int32_t rope;        // index of a rope table, -1: none
   int32_t activation;  // of the gate
   float attention_scale, attention_cap, residual_scale;
@@ -67,6 +68,10 @@ class Decoder {
     cache_ = shape;
     keys_ = keys;
     values_ = values;
+  }
+  void set_window(int layer, int window, int kept) {
+    layers_[layer].window = window;
+    layers_[layer].kept = kept;
   }
   int step(Pool& pool, const StepArgs& args);
   int64_t part_ns[PART_COUNT] = {0};

@@ -212,6 +212,13 @@ class FusedDecoder:
         )  # fmt: skip
         return self._cache[0].nbytes + self._cache[1].nbytes
 
+    def set_window(self, layer: int, window: int, kept: int) -> None:
+        """From the next step on a token of this layer sees the last `window` positions, its own included, and the first
+        `kept` ones; window 0: all. Raises ValueError for a layer that is not there or a negative number."""
+        if not 0 <= layer < self.num_layers or window < 0 or kept < 0:
+            raise ValueError(f"layer {layer} of {self.num_layers}, window {window}, {kept} kept positions")
+        library().llmopt_decoder_set_window(self._handle, layer, window, kept)
+
     def drop_kv(self) -> None:
         """Frees the KV cache; steps are refused until the next `allocate_kv`."""
         library().llmopt_decoder_set_cache(self._handle, 0, 0, 32, self.num_kv_heads, self.head_dim, None, None)

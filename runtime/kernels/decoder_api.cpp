@@ -20,6 +20,12 @@ void llmopt_decoder_set_rope(Decoder* decoder, int index, const float* cos, cons
   decoder->set_rope(index, {cos, sin, positions, half});
 }
 
+// What a layer sees from the next step on; see AttentionArgs.
+void llmopt_decoder_set_window(Decoder* decoder, int layer, int window, int kept) {
+  std::lock_guard<std::mutex> lock(pool_mutex());
+  decoder->set_window(layer, window, kept);
+}
+
 // keys and values: all layers, [layers] times the layout in attention.h, kept by the caller.
 void llmopt_decoder_set_cache(Decoder* decoder, int format, int num_blocks, int block_size, int kv_heads, int head_dim,
                               void* keys, void* values) {

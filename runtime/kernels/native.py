@@ -30,7 +30,7 @@ class LayerSpec(ctypes.Structure):
         *((name, P) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((name, P) for name in ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")),
         *((name, P) for name in ("q_norm", "k_norm", "sinks", "activation_table")),
-        *((name, ctypes.c_int32) for name in ("qk_norm_full", "window", "rope", "activation")),
+        *((name, ctypes.c_int32) for name in ("qk_norm_full", "window", "kept", "rope", "activation")),
         *((name, F) for name in ("attention_scale", "attention_cap", "residual_scale")),
     )
 
@@ -85,12 +85,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llmopt_linear_forward": (I, [P, I, P, I64, P, I64]),
     "llmopt_write_kv": (I, [I, I, I, I, I, P, P, I, P, P, P]),
     "llmopt_advise_huge": (None, [P, I64]),
-    "llmopt_attention": (I, [I, I, I, I, I, P, P, I, P, P, I, P, P, P, I, F, F, I, P, I]),
+    "llmopt_attention": (I, [I, I, I, I, I, P, P, I, P, P, I, P, P, P, I, F, F, I, I, P, I]),
     "llmopt_outer_products": (I, [I, I, P, I64, P]),
     "llmopt_round_columns": (I, [I, I64, P, P, I64, P, P, P, P, F, P, P]),
     "llmopt_decoder_create": (P, [P, P]),
     "llmopt_decoder_free": (None, [P]),
     "llmopt_decoder_set_rope": (None, [P, I, P, P, I, I]),
+    "llmopt_decoder_set_window": (None, [P, I, I, I]),
     "llmopt_decoder_set_cache": (None, [P, I, I, I, I, I, P, P]),
     "llmopt_decoder_step": (I, [P, P]),
     "llmopt_decoder_profile": (None, [P, I, P]),
