@@ -43,6 +43,26 @@ def decode_groups(batch: Batch) -> tuple[list[tuple[list[int], int]], list[int]]
     return groups, others
 
 
+def blocks_in_reach(
+    tables: torch.Tensor, lengths: torch.Tensor, window: int, sink_tokens: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the last token of each row may see: of tables int64 [R, W] the blocks [R, C], and the positions
+    int64 [R, C * block_size] that they hold. Columns beyond a row's end repeat its last block, at later positions."""
+    import torch
+
+    width, kept = tables.shape[1], -(-sink_tokens // block_size)
+    span = (window + block_size - 2) // block_size + 1
+    if not window or kept + span >= width:
+        columns = torch.arange(width, device=tables.device).expand(tables.shape[0], -1)
+    else:
+        first = ((lengths - window) // block_size).clamp_min(kept)
+        head = torch.arange(kept, device=tables.device).expand(tables.shape[0], -1)
+        columns = torch.cat([head, first[:, None] + torch.arange(span, device=tables.device)], dim=1)
+        tables = tables.gather(1, columns.clamp_max(width - 1))
+    inside = torch.arange(block_size, device=tables.device)
+    return tables, (columns[:, :, None] * block_size + inside).flatten(1)
+
+
 def scaled_dot_product(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -117,17 +137,19 @@ def paged_attention_torch(
             tables = batch.block_tables[index, :blocks].long()
             batch.memo[memo] = (index, tables, batch.cu_seqlens_q[index].long(), batch.seq_lens[index].long())
         index, tables, tokens, lengths = batch.memo[memo]
-        masks = batch.memo.setdefault(f"{memo}_masks", {})
-        if (window, chunk, sink_tokens) not in masks:
-            positions = torch.arange(blocks * block_size, device=device).expand(len(rows), -1)
-            masks[window, chunk, sink_tokens] = visible(lengths[:, None] - 1, positions, window, chunk, sink_tokens)
+        reach = batch.memo.setdefault(f"{memo}_reach", {})
+        if (window, chunk, sink_tokens) not in reach:
+            inside, positions = blocks_in_reach(tables, lengths, window, sink_tokens, block_size)
+            mask = visible(lengths[:, None] - 1, positions, window, chunk, sink_tokens)[:, None]
+            reach[window, chunk, sink_tokens] = (inside, mask)
+        tables, mask = reach[window, chunk, sink_tokens]
         keys = read(key_cache, tables, fmt, dtype).flatten(1, 2).transpose(1, 2)
         values = read(value_cache, tables, fmt, dtype).flatten(1, 2).transpose(1, 2)
         out[tokens] = scaled_dot_product(
             query[tokens][:, :, None],
             keys,
             values,
-            masks[window, chunk, sink_tokens][:, None],
+            mask,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
@@ -135,11 +157,16 @@ def paged_attention_torch(
     for row in others:
         first, last, length = batch.query_bounds[row], batch.query_bounds[row + 1], batch.lengths[row]
         table = batch.block_tables[row, : -(-length // block_size)].long()
-        keys = read(key_cache, table, fmt, dtype).flatten(0, 1)[None, :length].transpose(1, 2)
-        values = read(value_cache, table, fmt, dtype).flatten(0, 1)[None, :length].transpose(1, 2)
+        kept = -(-sink_tokens // block_size)
+        gone = max(0, (length - (last - first) - window + 1) // block_size - kept) if window and sink_tokens else 0
+        if gone:  # blocks between the kept ones and the first query's window
+            table = torch.cat([table[:kept], table[kept + gone :]])
+        seen = length - gone * block_size
+        keys = read(key_cache, table, fmt, dtype).flatten(0, 1)[None, :seen].transpose(1, 2)
+        values = read(value_cache, table, fmt, dtype).flatten(0, 1)[None, :seen].transpose(1, 2)
         out[first:last] = chunk_attention(
             query[first:last], keys, values, scale=scale, window=window, chunk=chunk, sink_tokens=sink_tokens,
-            softcap=softcap, sinks=sinks,
+            softcap=softcap, sinks=sinks, gap=(kept * block_size, gone * block_size),
         )  # fmt: skip
     return turn_back(out, fmt)
 
@@ -155,10 +182,11 @@ def chunk_attention(
     sink_tokens: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    gap: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
     """The last Q tokens of one sequence: query [Q, H, Dk], keys [1, Hkv, K, Dk], values [1, Hkv, K, Dv].
 
-    Returns [Q, H, Dv].
+    gap: (g, n): after the first g keys n are left out, which no query sees. Returns [Q, H, Dv].
     """
     import torch
 
@@ -172,6 +200,7 @@ def chunk_attention(
     causal = count == length and (not window or window >= length) and (not chunk or chunk >= length)
     if not causal:
         positions = torch.arange(unseen, length, device=query.device)
+        positions = positions + gap[1] * (positions >= gap[0])
         mask = visible(positions[-count:], positions, window, chunk, sink_tokens)[None, None]
     result = scaled_dot_product(
         query.transpose(0, 1)[None], keys, values, mask, scale=scale, causal=causal, softcap=softcap, sinks=sinks

@@ -55,6 +55,7 @@ def attend_tile(
     stride_scale_slot,
     low,
     high,
+    skip,
     scale,
     softcap,
     window,
@@ -71,14 +72,18 @@ def attend_tile(
     UPCAST: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Online softmax of one tile over context positions low … high - 1: (unnormalized sum, maximum, normalizer)."""
+    """Online softmax of one tile over context positions low … high - 1: (unnormalized sum, maximum, normalizer).
+
+    skip: positions after the first `sink_tokens` that are left out; low and the loop count as if they were not there.
+    """
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in range(low, high, BLOCK_N):
+    for start in range(low, high - skip, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
+        position += tl.where(position >= sink_tokens, skip, 0)
         inside = position < high
         block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         offset = position % BLOCK_SIZE
@@ -132,6 +137,15 @@ def lowest_position(query_position, window, chunk, sink_tokens):
 
 
 @triton.jit
+def skipped_positions(query_position, window, chunk, sink_tokens):
+    """Context positions after the first `sink_tokens` that no query from `query_position` on can see."""
+    skip = query_position * 0
+    if window > 0 and sink_tokens > 0 and chunk == 0:
+        skip = tl.maximum(query_position - window + 1 - sink_tokens, 0)
+    return skip
+
+
+@triton.jit
 def decode_kernel(
     partial_ptr,  # [S, H, SPLITS, Dv] float32
     maximum_ptr,  # [S, H, SPLITS] float32
@@ -180,9 +194,10 @@ def decode_kernel(
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     low = lowest_position(length - 1, window, chunk, sink_tokens)
-    share = tl.cdiv(tl.cdiv(length - low, splits), BLOCK_N) * BLOCK_N
+    skip = skipped_positions(length - 1, window, chunk, sink_tokens)
+    share = tl.cdiv(tl.cdiv(length - skip - low, splits), BLOCK_N) * BLOCK_N
     first = low + split * share
-    last = tl.minimum(first + share, length)
+    last = tl.minimum(first + share + skip, length)
     members = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + members
@@ -198,8 +213,8 @@ def decode_kernel(
         query, position, key_ptr + kv_head * stride_head, value_ptr + kv_head * stride_value_head,
         key_scale_ptr + kv_head, value_scale_ptr + kv_head, table_ptr + row * stride_table, stride_block, stride_slot,
         stride_value_block, stride_value_slot, stride_scale_block, stride_value_scale_block, stride_scale_slot, first,
-        last, scale, softcap, window, chunk, sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-        BLOCK_SIZE, SOFTCAP, UPCAST, FORMAT,
+        last, skip, scale, softcap, window, chunk, sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M,
+        BLOCK_N, BLOCK_SIZE, SOFTCAP, UPCAST, FORMAT,
     )  # fmt: skip
     value_dims = tl.arange(0, BLOCK_DV)
     at = (row.to(tl.int64) * heads + head) * splits + split
@@ -332,12 +347,13 @@ def prefill_kernel(
             query = query.to(tl.float32)
         first_position = length - end + first
         low = lowest_position(first_position, window, chunk, sink_tokens)
+        skip = skipped_positions(first_position, window, chunk, sink_tokens)
         high = tl.minimum(first_position + BLOCK_Q, length)
         result, maximum, total = attend_tile(
             query, position, key_ptr + kv_head * stride_head, value_ptr + kv_head * stride_value_head,
             key_scale_ptr + kv_head, value_scale_ptr + kv_head, table_ptr + row * stride_table, stride_block,
             stride_slot, stride_value_block, stride_value_slot, stride_scale_block, stride_value_scale_block,
-            stride_scale_slot, low, high, scale, softcap, window, chunk, sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D,
+            stride_scale_slot, low, high, skip, scale, softcap, window, chunk, sink_tokens, KEY_DIM, VALUE_DIM, BLOCK_D,
             BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFTCAP, UPCAST, FORMAT,
         )  # fmt: skip
         if SINKS:

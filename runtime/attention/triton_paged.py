@@ -103,7 +103,7 @@ def paged_attention_triton(
     if batch.max_q == 1 and tokens == sequences:
         if splits is None:
             processors = 1 if query.device.type == "cpu" else _processors(query.device.index or 0)
-            reach = min(batch.max_k, window or batch.max_k)
+            reach = min(batch.max_k, window + sink_tokens if window else batch.max_k)
             splits = num_splits(sequences, kv_heads, reach, processors)
         partial = torch.empty(sequences, heads, splits, value_dim, dtype=torch.float32, device=query.device)
         maximum, total = torch.empty(2, sequences, heads, splits, dtype=torch.float32, device=query.device)
