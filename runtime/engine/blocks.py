@@ -8,10 +8,10 @@ handed out again, least recently used first, so that a later request with the sa
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import Struct, pack
 
 from ...optimizer.errors import RunError
 
@@ -20,7 +20,7 @@ _ROOT = b"llmopt"
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of a full block, given its predecessor's (16 bytes of BLAKE2b: a collision would serve another's text)."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+    return blake2b(parent + pack(f"{len(token_ids)}i", *token_ids), digest_size=16).digest()
 
 
 class BlockPool:
@@ -28,6 +28,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
+        self.pack = Struct(f"{block_size}i").pack
+        """A block's token ids as bytes, 32 bits each: with the parent's hash they are one block of BLAKE2b, not two."""
         self.ref_counts = [0] * num_blocks
         self.versions = [0] * num_blocks
         """How often each block was handed out: what is known of a block's content holds for one version of it."""
@@ -95,7 +97,7 @@ class BlockPool:
 class BlockTable:
     """One request's blocks, in the order of its positions."""
 
-    __slots__ = ("_tuple", "digests", "ids", "num_registered", "pool")
+    __slots__ = ("blocks", "digests", "ids", "num_registered", "pool")
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -104,13 +106,14 @@ class BlockTable:
         """Chained hashes of the request's first full blocks of tokens, computed or not."""
         self.num_registered = 0
         """Leading blocks that are committed, hence read-only."""
-        self._tuple: tuple[int, ...] | None = None
+        self.blocks: tuple[int, ...] | None = None
+        """The same as a tuple; None where it is to be made: ask `as_tuple`."""
 
     def as_tuple(self) -> tuple[int, ...]:
-        table = self._tuple
-        if table is None:
-            table = self._tuple = tuple(self.ids)
-        return table
+        blocks = self.blocks
+        if blocks is None:
+            blocks = self.blocks = tuple(self.ids)
+        return blocks
 
     def missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` tokens fit (≤ 0: they fit)."""
@@ -118,8 +121,10 @@ class BlockTable:
 
     def grow(self, count: int) -> None:
         if count > 0:
-            self.ids.extend(self.pool.allocate() for _ in range(count))
-            self._tuple = None
+            new = (self.pool.allocate(),) if count == 1 else tuple([self.pool.allocate() for _ in range(count)])
+            self.ids += new
+            if self.blocks is not None:
+                self.blocks += new
 
     def trim(self, num_tokens: int) -> None:
         """Give back the blocks beyond those that `num_tokens` tokens need (drafts that were rejected)."""
@@ -128,7 +133,7 @@ class BlockTable:
             for block in reversed(self.ids[keep:]):
                 self.pool.release(block)
             del self.ids[keep:]
-            self._tuple = None
+            self.blocks = None
 
     def extend_digests(self, token_ids: Sequence[int], num_tokens: int) -> None:
         size, digests = self.pool.block_size, self.digests
@@ -150,7 +155,7 @@ class BlockTable:
             self.pool.acquire(block)
         self.ids = list(blocks)
         self.num_registered = len(blocks)
-        self._tuple = None
+        self.blocks = None
 
     def fork(self, token_ids: Sequence[int]) -> BlockTable:
         """A table for a request that continues `token_ids`, sharing this table's committed full blocks of them."""
@@ -163,12 +168,27 @@ class BlockTable:
 
     def commit(self, token_ids: Sequence[int], num_computed: int) -> None:
         """Register the blocks that the first `num_computed` tokens fill. Call only after their step has succeeded."""
-        full = num_computed // self.pool.block_size
-        if full > self.num_registered:
-            self.extend_digests(token_ids, num_computed)
-            for i in range(self.num_registered, full):
-                self.pool.register(self.ids[i], self.digests[i])
-            self.num_registered = full
+        pool, first = self.pool, self.num_registered
+        size = pool.block_size
+        full = num_computed // size
+        if full <= first:
+            return
+        self.num_registered = full
+        if not pool.prefix_caching:
+            return
+        digests, ids, cached = self.digests, self.ids, pool.cached
+        known = len(digests)
+        parent = digests[known - 1] if known else _ROOT
+        for i in range(first, full):
+            if i < known:
+                digest = digests[i]
+            else:
+                inside = pool.pack(*token_ids[i * size : (i + 1) * size])
+                digest = parent = blake2b(parent + inside, digest_size=16).digest()
+                digests.append(digest)
+            if digest not in cached:  # as `BlockPool.register` does it
+                cached[digest] = ids[i]
+                pool.hashes[ids[i]] = digest
 
     def release(self) -> None:
         """Give every block back, the last first, so that the beginnings of prefixes live longest."""
@@ -176,4 +196,4 @@ class BlockTable:
             self.pool.release(block)
         self.ids = []
         self.num_registered = 0
-        self._tuple = None
+        self.blocks = None
