@@ -14,6 +14,7 @@ _NAMES = {
     "Artifact": "optimizer.artifact",
     "Completion": "runtime.llm",
     "Context": "optimizer.base",
+    "Evaluation": "optimizer.evaluate",
     "Event": "optimizer.events",
     "Exporter": "optimizer.base",
     "GateError": "optimizer.errors",
@@ -30,6 +31,7 @@ _NAMES = {
     "RunError": "optimizer.errors",
     "RuntimeSpec": "optimizer.runtime_spec",
     "UsageError": "optimizer.errors",
+    "evaluate": "optimizer.evaluate",
     "load": "runtime.llm",
     "optimize": "optimizer.api",
     "register": "optimizer.registry",
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from .optimizer.artifact import Artifact
     from .optimizer.base import Context, Exporter, ModulePlan, Options, Pass, PassReport, PlanItem
     from .optimizer.errors import GateError, LlmoptError, RunError, UsageError
+    from .optimizer.evaluate import Evaluation, evaluate
     from .optimizer.events import Event
     from .optimizer.model import LoadedModel, ModelInfo
     from .optimizer.recipe import Recipe

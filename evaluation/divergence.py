@@ -23,6 +23,7 @@ class Divergence:
     max_kl: float
     top1_agreement: float
     num_tokens: int
+    median_kl: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,4 +87,16 @@ class DivergenceMeter:
             max_kl=kl.max().item(),
             top1_agreement=torch.cat(self.agrees).double().mean().item(),
             num_tokens=len(kl),
+            median_kl=kl.median().item(),
         )
+
+    def histogram(self) -> dict[str, list[float]]:
+        """`counts[i]` positions have a divergence from `edges[i]` to `edges[i + 1]` nats; the last has no upper end."""
+        import torch
+
+        edges = [0.0, *(10.0**power * step for power in range(-6, 1) for step in (1, 3)), 10.0]
+        kl = torch.cat(self.kls).double() if self.kls else torch.empty(0)
+        counts = torch.bucketize(kl, torch.tensor(edges[1:], dtype=torch.float64), right=True).bincount(
+            minlength=len(edges)
+        )
+        return {"edges": edges, "counts": counts.tolist()}

@@ -113,6 +113,10 @@ class DatasetSource:
             else:
                 raise RunError(f"the column {self._column!r} holds {type(value).__name__}, not text", where)
 
+    def values(self) -> Sequence[Any]:
+        """The column's texts or conversations, in the order of the rows. Raises RunError as `documents` does."""
+        return list(self._values)
+
     def identity(self) -> str:
         path = Path(self.name)
         content = _file_sha256(path) if path.is_file() else ""

@@ -12,7 +12,7 @@ import click
 
 from ... import __version__
 from ..errors import LlmoptError
-from . import catalog, doctor, generate, inspect, optimize
+from . import catalog, doctor, eval, generate, inspect, optimize
 
 
 class Group(click.Group):
@@ -34,6 +34,7 @@ for command in (
     inspect.inspect,
     inspect.verify,
     generate.generate,
+    eval.evaluate,
     catalog.passes,
     catalog.exporters,
     catalog.recipes,

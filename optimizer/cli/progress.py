@@ -15,6 +15,10 @@ TITLES = {
     "huggingface": "writing the artifact",
     "prove": "reopening it in a fresh process and measuring it",
     "attribution": "finding the layers that hurt",
+    "open": "opening the models",
+    "text": "scoring the text",
+    "generate": "continuing the prompts",
+    "tasks": "running the tasks",
 }
 
 
