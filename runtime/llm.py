@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..optimizer.runtime_spec import RuntimeSpec
+    from .engine.loop import EngineLoop
     from .engine.protocols import ModelRunner
     from .engine.sampling_params import SamplingParams
     from .open import OpenedModel
@@ -140,6 +141,11 @@ class LLM:
         """What runs the engine's steps; None where no engine runs. For measuring, while nothing is being generated."""
         engine = getattr(self._backend, "engine", None)
         return None if engine is None else engine.runner
+
+    @property
+    def loop(self) -> EngineLoop | None:
+        """What steps the engine, for what submits requests one by one (a server, a benchmark); None without engine."""
+        return getattr(self._backend, "loop", None)
 
     @property
     def weight_bytes(self) -> int:

@@ -68,7 +68,7 @@ class NativeBackend:
             eos_token_ids=opened.eos_token_ids,
             drafter=drafter,
         )
-        self._loop = EngineLoop(self.engine)
+        self.loop = EngineLoop(self.engine)
 
     def _note(self, message: str, kind: str = "note") -> None:
         self.notes.append({"stage": "load", "kind": kind, "message": message})
@@ -80,11 +80,11 @@ class NativeBackend:
 
         All prompts run together; chunks come prompt by prompt. Leaving early aborts what still runs.
         """
-        self._loop.start()
+        self.loop.start()
         handles: list[RequestHandle] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                handles.append(self._loop.submit(prompt, each, **options))
+                handles.append(self.loop.submit(prompt, each, **options))
             for number, handle in enumerate(handles):
                 for output in handle:
                     yield _chunk(number, output)
@@ -95,7 +95,7 @@ class NativeBackend:
 
     def close(self) -> None:
         """End every request, stop the thread, give the model its own attention back."""
-        self._loop.close()
+        self.loop.close()
 
 
 def sort_options(options: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from ...optimizer.errors import RunError
 from .engine import Engine
@@ -113,6 +113,14 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
+def _both(first: Callable[[RequestOutput], None], then: Callable[[RequestOutput], None]) -> Callable[..., None]:
+    def call(output: RequestOutput) -> None:
+        first(output)
+        then(output)
+
+    return call
+
+
 class EngineLoop:
     """Owns an `Engine` and steps it in one thread while there is work. A context manager; `close` leaves no thread.
 
@@ -160,19 +168,24 @@ class EngineLoop:
         request_id: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> RequestHandle:
-        """`Engine.add_request` with a handle; raises what that raises, and `RunError` if the loop has failed."""
+        """`Engine.add_request` with a handle; raises what that raises, and `RunError` if the loop has failed.
+
+        on_output: also called with every output, from the step loop, before the handle has it.
+        """
         if self.error is not None:
             raise RunError(f"the engine loop has failed: {self.error!r}", what_to_do="Create a new one.")
         params = params or SamplingParams()
         handle = RequestHandle(self, params.n)
+        put = handle._put if on_output is None else _both(on_output, handle._put)
         handle.request_id = self.engine.add_request(
             prompt_token_ids,
             params,
             request_id=request_id,
             priority=priority,
             deadline=deadline,
-            on_output=handle._put,
+            on_output=put,
         )
         self._notify()
         return handle
