@@ -27,7 +27,7 @@ def next_token(history):
     return blake2b(bytes(history), digest_size=2).digest()[0] % VOCABULARY
 
 
-def reference(prompt, limit, stop_ids):
+def reference(prompt, limit, stop_ids, next_token=next_token):
     """The text that one request must have, whatever runs beside it."""
     tokens = list(prompt)
     while len(tokens) < limit:
@@ -43,7 +43,7 @@ class Simulation:
         self.block_size = rng.choice([1, 2, 3, 4, 8])
         self.num_blocks = rng.randrange(6, 24)
         seqs = rng.randrange(1, 7)
-        self.scheduler = Scheduler(
+        self.scheduler = self.make_scheduler(
             SchedulerConfig(
                 max_num_seqs=seqs,
                 max_num_batched_tokens=seqs + rng.choice([0, 1, 5, 30]),
@@ -52,9 +52,7 @@ class Simulation:
                 aging_steps=rng.choice([1, 3, 20]),
                 prefix_caching=rng.random() < 0.8,
                 max_prompt_logprob_tokens=rng.choice([1, 3, 100]),
-            ),
-            self.num_blocks,
-            self.block_size,
+            )
         )
         self.store = [None] * (self.num_blocks * self.block_size)
         self.everyone = []
@@ -65,11 +63,35 @@ class Simulation:
         self.prompt_logits = Counter()
         self.accepted_drafts = 0
 
+    # -- what other kinds of cache change
+
+    def make_scheduler(self, config):
+        return Scheduler(config, self.num_blocks, self.block_size)
+
+    def next_token(self, tokens):
+        return next_token(tokens)
+
+    def prepare(self, plan):
+        """Before a plan is executed."""
+
+    def write(self, row):
+        for i, token in enumerate(row.token_ids):
+            self.store[self.slot(row, row.start + i)] = token
+
+    def follow(self, row, first):
+        """Per position first - 1 … of the row, what the model reads there: (next token, the token at the position)."""
+        history = [self.store[self.slot(row, p)] for p in range(row.end)]
+        return [(next_token(history[:end]), history[end - 1]) for end in range(first, row.end + 1)]
+
+    def content(self, tokens, start):
+        """What the slots of positions start … of a request with these tokens hold."""
+        return tokens[start : start + self.block_size]
+
     # -- operations
 
     def new_request(self, prompt):
         rng = self.rng
-        limit = min(len(prompt) + rng.randrange(1, 30), self.num_blocks * self.block_size)
+        limit = min(len(prompt) + rng.randrange(1, 30), self.scheduler.capacity)
         params = SamplingParams(prompt_logprobs=0) if rng.random() < 0.15 else SamplingParams()
         request = Request(
             id=len(self.everyone),
@@ -85,7 +107,7 @@ class Simulation:
         return request
 
     def add(self):
-        longest = min(24, self.num_blocks * self.block_size - 1)
+        longest = min(24, self.scheduler.capacity - 1)
         length = self.rng.randrange(1, longest + 1)
         if self.everyone and self.rng.random() < 0.5:  # share a prefix with an earlier request
             base = self.rng.choice(self.everyone).token_ids
@@ -110,7 +132,7 @@ class Simulation:
         assert self.scheduler.finish(request, reason)
         assert not self.scheduler.finish(request, "abort")  # ends once
         self.ended[request.id] += 1
-        full = reference(self.prompts[request.id], self.limits[request.id], request.stop_ids)
+        full = reference(self.prompts[request.id], self.limits[request.id], request.stop_ids, self.next_token)
         if reason in ("stop", "length"):
             assert request.token_ids == full
         else:
@@ -122,7 +144,7 @@ class Simulation:
                 continue
             drafts, tokens = [], list(request.token_ids)
             for _ in range(self.rng.randrange(1, 6)):
-                right = next_token(tokens)
+                right = self.next_token(tokens)
                 drafts.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY))
                 tokens.append(drafts[-1])
             request.drafts = tuple(drafts)
@@ -141,6 +163,7 @@ class Simulation:
         if not plan.rows:
             assert not self.scheduler.requests
             return
+        self.prepare(plan)
         gained = self.execute(plan)
         if self.rng.random() < 0.1:
             return  # the step failed before its commit: nothing may have changed
@@ -170,15 +193,15 @@ class Simulation:
     def execute(self, plan):
         written = set()
         for row in plan.rows:
-            for i, token in enumerate(row.token_ids):
+            for i in range(len(row.token_ids)):
                 slot = self.slot(row, row.start + i)
                 assert slot not in written, "two rows write one slot"
                 written.add(slot)
-                self.store[slot] = token
+        for row in plan.rows:
+            self.write(row)
         gained = []
         for row in plan.rows:
             request = self.everyone[row.request_id]
-            history = [self.store[self.slot(row, p)] for p in range(row.end)]
             tokens = []
             base = request.num_tokens
             if request.wants_prompt_logprobs:
@@ -186,10 +209,10 @@ class Simulation:
                 self.prompt_logits.update((request.id, p) for p in range(row.end - row.num_logits, last))
             if row.end >= base:
                 assert row.num_logits >= row.end - base + 1
-                for end in range(base, row.end + 1):
-                    tokens.append(next_token(history[:end]))
-                    if end < row.end and tokens[-1] != history[end]:
+                for token, own in self.follow(row, base):
+                    if tokens and tokens[-1] != own:
                         break
+                    tokens.append(token)
                 self.accepted_drafts += len(tokens) - 1
             gained.append(tokens)
         return gained
@@ -222,11 +245,12 @@ class Simulation:
             if request.status is not Status.RUNNING:
                 assert not table or not table.ids, "only running requests hold blocks"
                 continue
-            assert len(set(table.ids)) == len(table.ids)
+            held = [block for block in table.ids if block >= 0]
+            assert len(set(held)) == len(held)
             assert table.num_registered <= request.num_computed // self.block_size
             assert request.num_computed < request.num_tokens or request.num_tokens == self.limits[request.id]
             assert len(table.ids) * self.block_size >= request.num_computed
-            holders.update(table.ids)
+            holders.update(held)
         for request in self.scheduler.running:
             for block in request.table.ids[request.table.num_registered :]:
                 assert holders[block] == 1, "a block that is still written has two holders"
@@ -244,9 +268,9 @@ class Simulation:
         for request in self.everyone:
             parent = b"llmopt"
             for i in range(request.num_tokens // self.block_size):
-                content = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
-                parent = chain_hash(parent, content)
-                known[parent] = content
+                start = i * self.block_size
+                parent = chain_hash(parent, request.token_ids[start : start + self.block_size])
+                known[parent] = self.content(request.token_ids, start)
         for digest, block in self.scheduler.pool.cached.items():
             stored = self.store[block * self.block_size : (block + 1) * self.block_size]
             assert stored == known[digest], "a cached block holds other tokens than its hash says"

@@ -80,11 +80,15 @@ class Scheduler:
         deadline = inf if request.deadline is None else request.deadline
         first = self.step - request.priority * self.config.aging_steps if rank is None else rank
         request.rank = (first, deadline, request.id)
-        request.table = BlockTable(self.pool)
+        request.table = self.new_table()
         self.requests[request.id] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         self._enqueue(request)
+
+    def new_table(self) -> BlockTable:
+        """An empty table over the pool."""
+        return BlockTable(self.pool)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Add `child`, whose tokens begin as `parent`'s do, sharing the parent's committed full blocks.
@@ -277,13 +281,17 @@ class Scheduler:
         self._dequeue()
         table.adopt(hits)
         table.grow(needed)
-        request.num_computed = len(hits) * self.pool.block_size
-        if not request.num_preemptions:
-            request.num_cached_tokens = request.num_computed
-            self.prefix_queries += len(request.token_ids)
-            self.prefix_hits += request.num_computed
-        self._start(request)
+        self._admitted(request, len(hits) * self.pool.block_size)
         return request
+
+    def _admitted(self, request: Request, num_cached: int) -> None:
+        """Start a request whose table holds the blocks of its first `num_cached` tokens."""
+        request.num_computed = num_cached
+        if not request.num_preemptions:
+            request.num_cached_tokens = num_cached
+            self.prefix_queries += len(request.token_ids)
+            self.prefix_hits += num_cached
+        self._start(request)
 
     def _start(self, request: Request) -> None:
         request.status = Status.RUNNING
