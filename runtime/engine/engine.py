@@ -25,8 +25,8 @@ from .protocols import Drafter, ModelRunner
 from .recovery import execute_surviving
 from .request import FinishReason, Request, Status
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
+from .scheduler_select import make_scheduler
 from .step_results import RowResult, collect, cut_and_read, make_output, rest_of_text
 
 
@@ -60,7 +60,7 @@ class Engine:
     ) -> None:
         self.runner, self.clock = runner, clock
         self._config = scheduler or SchedulerConfig()
-        self.scheduler = Scheduler(self._config, runner.num_blocks, runner.block_size)
+        self.scheduler = make_scheduler(self._config, runner)
         self._drafter = drafter
         self._intake = Intake(
             tokenizer, runner.vocab_size, runner.max_model_len, self.scheduler.capacity, eos_token_ids, seed
@@ -309,7 +309,7 @@ class Engine:
     def _fail_all(self, error: Exception, outputs: list[RequestOutput]) -> None:
         """The engine's own state is in doubt: end all that it holds, and go on with an empty pool."""
         old = self.scheduler
-        self.scheduler = Scheduler(self._config, self.runner.num_blocks, self.runner.block_size)
+        self.scheduler = make_scheduler(self._config, self.runner)
         self.scheduler.num_preemptions = old.num_preemptions
         self.scheduler.prefix_queries, self.scheduler.prefix_hits = old.prefix_queries, old.prefix_hits
         with self._lock:

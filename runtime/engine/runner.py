@@ -7,6 +7,7 @@ runners differ in how they call the model (`runner_compile.py`, `runner_cudagrap
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError, UsageError
@@ -20,6 +21,7 @@ from ..kernels.kv_format import cache_dtype, cache_dtype_name, format_of
 from .plan import Row, StepPlan
 from .runner_inputs import BatchBuilder, StepTensors, to_device
 from .runner_memory import blocks_for
+from .runner_sliding import sliding_layers, sliding_note, sliding_of, useful_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +63,7 @@ class EagerRunner:
     model: a causal language model; its parameters' dtype is the activations'.
     kv_dtype: the pool's: `auto` (the activations'), a dtype or its name, or the name of a quantized format
         (`kernels/kv_format.py`).
+    kv_sinks, kv_window: a sliding cache (`sliding.py`): the first and the last tokens that are kept; window None: all.
     block_size: tokens a block; None lets the attention backend choose.
     num_blocks, kv_cache_memory (bytes), memory_utilization: size of the pool, see `blocks_for`.
     max_model_len: longest request; None is the model's own limit.
@@ -89,11 +92,14 @@ class EagerRunner:
         max_num_seqs: int = 256,
         attention: str = "auto",
         kv_dtype: torch.dtype | str | None = None,
+        kv_sinks: int = 0,
+        kv_window: int | None = None,
         linears: str = "plain",
         self_check: bool = True,
     ) -> None:
         if linears not in LINEARS:
             raise UsageError(f"unknown linears {linears!r}", what_to_do=f"Use one of {', '.join(LINEARS)}.")
+        self.sliding = sliding_of(kv_sinks, kv_window)
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self.model = model
         self._run = model  # what a step calls; other runners put a compiled one here
@@ -111,11 +117,12 @@ class EagerRunner:
             self.notes.append("the model was in training mode and is in evaluation mode now")
         self.probe = probe_model(model)
         self.vocab_size = self.probe.vocab_size
+        layers = self.probe.layers if self.sliding is None else sliding_layers(self.probe.layers, self.sliding)
         self._layers = {layer.layer_idx: layer for layer in self.probe.layers}
         self._gathers = any(layer.kind == "gather" for layer in self.probe.layers)
         pool_dtype = cache_dtype(kv_dtype, self.dtype)
         self.kv_dtype = cache_dtype_name(pool_dtype)
-        self.attention: AttentionChoice = choose(attention, self.probe.layers, pool_dtype, self.device, block_size)
+        self.attention: AttentionChoice = choose(attention, layers, pool_dtype, self.device, block_size)
         self.notes.append(str(self.attention))
         self.block_size = self.attention.block_size
         try:
@@ -125,7 +132,6 @@ class EagerRunner:
 
                 self._linears = install(model, linears == "measured-int8")
                 self.notes += self._linears.notes
-            blocks_per_request = -(-self.max_model_len // self.block_size)
             self.num_blocks = blocks_for(
                 self.probe.layers,
                 self.block_size,
@@ -134,7 +140,9 @@ class EagerRunner:
                 num_blocks=num_blocks,
                 kv_cache_memory=kv_cache_memory,
                 memory_utilization=memory_utilization,
-                max_useful_blocks=max_num_seqs * blocks_per_request,
+                max_useful_blocks=useful_blocks(
+                    self.sliding, self.max_model_len, self.block_size, max_num_seqs, max_num_batched_tokens
+                ),
                 warm_up=lambda: self._warm_up(pool_dtype, max_num_batched_tokens),
             )
             self._allocate(self.num_blocks, pool_dtype)
@@ -143,6 +151,11 @@ class EagerRunner:
                 from .runner_check import self_check as check
 
                 self.self_check_error = check(self)
+            if self.sliding is not None:  # after the check: transformers' own attention has no such mask
+                own = [layer.window for layer in self.probe.layers]
+                self.notes.append(sliding_note(self.sliding, self.block_size, self.max_model_len, own))
+                self.probe = replace(self.probe, layers=layers)
+                self.probe.attach(self.attention.name)
             if format_of(pool_dtype) is not None:
                 each = self.pool.nbytes / (self.num_blocks + 1) / self.block_size
                 self.notes.append(f"KV cache {self.kv_dtype}: {each:,.0f} bytes a token")

@@ -17,6 +17,7 @@ from .plan import Row, StepPlan
 from .runner import longest_request
 from .runner_inputs import BatchBuilder
 from .runner_memory import DEFAULT_CPU_BYTES
+from .runner_sliding import reach, sliding_note, sliding_of, useful_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,8 @@ class NativeRunner:
 
     activation, weights, lm_head, rounding, num_threads, release: see `kernels.decoder.build_decoder`. self_check: its
     `prove`.
+    kv_sinks, kv_window: a sliding cache (`sliding.py`): the first and the last tokens that are kept; window None: all.
+        `rounding="auto"` is then `none`, too.
     block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
     pool; never more than `max_num_seqs` requests of `max_model_len` could fill.
     kv_dtype: `auto` (float32 for a float32 model, else bfloat16), `bfloat16`, `float32`, or the name of a quantized
@@ -101,13 +104,17 @@ class NativeRunner:
         kv_cache_memory: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
         kv_dtype: torch.dtype | str | None = None,
+        kv_sinks: int = 0,
+        kv_window: int | None = None,
         self_check: bool = True,
     ) -> None:
         import torch
 
         quantized = format_of(cache_dtype(kv_dtype, torch.bfloat16)) is not None
-        if quantized and rounding == "auto":
+        self.sliding = sliding_of(kv_sinks, kv_window)
+        if (quantized or self.sliding is not None) and rounding == "auto":
             rounding = "none"
         self.block_size = block_size or 32
         if self.block_size % 32:
@@ -132,7 +139,7 @@ class NativeRunner:
         own = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
         dtype = cache_dtype(kv_dtype, own)
         self.kv_dtype = cache_dtype_name(dtype)
-        self.num_blocks = num_blocks or self._blocks(kv_cache_memory, dtype, max_num_seqs)
+        self.num_blocks = num_blocks or self._blocks(kv_cache_memory, dtype, max_num_seqs, max_num_batched_tokens)
         cache_bytes = self.decoder.allocate_kv(self.num_blocks, self.block_size, dtype)
         formats = ", ".join(f"{n} × {name}" for name, n in sorted(self.decoder.linear_formats.items()))
         self.notes.append(
@@ -144,17 +151,23 @@ class NativeRunner:
                 f"KV cache {self.kv_dtype}: {cache_bytes / self.num_blocks / self.block_size:,.0f} bytes a token; "
                 "attention does not follow torch's order of sums"
             )
+        if self.sliding is not None:  # after the decoder's proof: transformers' own attention has no such mask
+            windows = [layer.window for layer in self.decoder.structure.layers]
+            for number, window in enumerate(windows):
+                self.decoder.set_window(number, *reach(window, self.sliding))
+            self.notes.append(sliding_note(self.sliding, self.block_size, self.max_model_len, windows))
         self._builder = BatchBuilder(self.block_size, self.num_blocks)
         self._logits = torch.empty(0, self.vocab_size)
         self._closed = False
 
-    def _blocks(self, budget: int | None, dtype: torch.dtype, max_num_seqs: int) -> int:
+    def _blocks(self, budget: int | None, dtype: torch.dtype, max_num_seqs: int, step: int) -> int:
         from ..kernels.attention import block_bytes
 
         decoder = self.decoder
         per_block = decoder.num_layers * block_bytes(self.block_size, decoder.num_kv_heads, decoder.head_dim, dtype)
         budget = DEFAULT_CPU_BYTES if budget is None else budget
-        blocks = min(budget // per_block, max_num_seqs * -(-self.max_model_len // self.block_size))
+        useful = useful_blocks(self.sliding, self.max_model_len, self.block_size, max_num_seqs, step)
+        blocks = min(budget // per_block, useful)
         if blocks < 1:
             raise RunError(
                 f"a KV budget of {budget / 2**20:.1f} MiB holds no block of {self.block_size} tokens "
