@@ -66,7 +66,7 @@ def build(kind, blocks=64, size=4, num_tokens=None, drafts=True, costs=CHEAP, **
         second = (FakeRunner if kind == "model" else Other)(blocks, size, V)
         source = SecondModel(second, V, 24)
     draft_costs = StepCosts((1, 65), (0.05, 0.1)) if kind in ("model", "other model", "layer_skip") else None
-    drafter = Speculator(source, num_tokens, costs, draft_costs) if drafts else None
+    drafter = Speculator(source, num_tokens, costs, draft_costs, learn=False) if drafts else None
     config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 40, **limits})
     return Engine(runner, scheduler=config, eos_token_ids=[0], drafter=drafter), runner, second
 

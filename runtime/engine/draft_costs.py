@@ -1,4 +1,5 @@
-"""What a step costs by its tokens: measured on the runner at load, so that drafts are made only where they pay."""
+"""What a step costs by its tokens: measured on the runner at load and from every step since, so that drafts are made
+only where they pay."""
 
 from __future__ import annotations
 
@@ -47,6 +48,64 @@ class StepCosts:
         """Seconds that one more token costs at least, wherever it is added."""
         pairs = zip(self.sizes, self.sizes[1:], self.seconds, self.seconds[1:])
         return max(0.0, min(((y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in pairs), default=0.0))
+
+
+class LearntCosts:
+    """A curve (`now`) that follows the steps that are really made, the sampler and all else between them included.
+
+    Each step moves the point next to its number of tokens by a part of its error. Points that were not met for a while
+    move along in proportion: what slows a step down, such as a busy neighbour, mostly slows all. A step whose size is
+    no point's, give or take a tenth, adds one.
+    """
+
+    RATE = 0.1
+    """How much of its error a step corrects; the first steps of a size correct more: a half, a third …"""
+    CLIP, CLIP_FIRST, FIRST = 2.0, 8.0, 3
+    """A step counts as at most so many times as long as expected, among the first ones of its size CLIP_FIRST times:
+    hiccups do not say what a step costs."""
+    POINTS = 24
+    AGE = 32.0
+    """Steps after which a point that was not met follows the others by half."""
+
+    def __init__(self, known: StepCosts) -> None:
+        self.now = known
+        self._met = [-(10**6)] * len(known.sizes)
+        self._visits = [0] * len(known.sizes)
+        """When each point was last met, and how often."""
+        self._time = 0
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens took `seconds`, without attention to what came before."""
+        self._time += 1
+        sizes, curve = list(self.now.sizes), list(self.now.seconds)
+        nearest = min(range(len(sizes)), key=lambda i: abs(sizes[i] - tokens))
+        expected, visits = self.now.of(tokens), self._visits[nearest]
+        new = len(sizes) < self.POINTS and not 0.9 <= tokens / sizes[nearest] <= 1.1
+        clip = self.CLIP_FIRST if new or visits < self.FIRST else self.CLIP
+        error = min(max(seconds / expected, 1 / clip), clip) - 1
+        if new:
+            nearest, visits = bisect_left(sizes, tokens), -1  # the first step of a size is believed as it is
+            for values, value in ((sizes, tokens), (curve, expected), (self._met, self._time), (self._visits, 0)):
+                values.insert(nearest, value)
+        error *= max(self.RATE, 1 / (visits + 2))
+        for i, met in enumerate(self._met):
+            age = self._time - met
+            curve[i] *= 1 + error * (1.0 if i == nearest else age / (age + self.AGE))
+        self._met[nearest] = self._time
+        self._visits[nearest] += 1
+        for i in range(nearest + 1, len(curve)):  # more tokens do not take less
+            curve[i] = max(curve[i], curve[i - 1])
+        for i in range(nearest - 1, -1, -1):
+            curve[i] = min(curve[i], curve[i + 1])
+        self._set(sizes, curve)
+
+    def known(self, tokens: int, steps: int) -> bool:
+        """Whether a step of about so many tokens was among the last `steps` ones."""
+        near = [i for i, size in enumerate(self.now.sizes) if 0.8 <= tokens / size <= 1.25]
+        return any(self._visits[i] and self._time - self._met[i] < steps for i in near)
+
+    def _set(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        self.now = StepCosts(tuple(sizes), tuple(seconds), self.now.row_context, self.now.token_context)
 
 
 FLAT = StepCosts((1, 64), (1.0, 2.0))

@@ -45,6 +45,10 @@ class Drafting:
         """Most drafts that the request may have now; 0 where the draft model cannot run its text."""
         return max(0, self.max_model_len - request.num_tokens)
 
+    def behind(self, request: Request) -> int:
+        """Tokens of the request that a draft pass computes before the first draft, beside its last one."""
+        return max(0, request.num_tokens - 1 - self.first(request))
+
     def first(self, request: Request) -> int:
         """Tokens of the request whose keys and values the draft pass finds."""
         raise NotImplementedError

@@ -17,9 +17,9 @@ from .draft_costs import StepCosts
 
 LONGEST = 24
 """Most drafts of a request in one step."""
-MARGIN = 1.05
+MARGIN = 1.03
 """Drafts must promise this many times the plain step's tokens a second: what the costs leave out is in it."""
-STEP_OVERHEAD, TOKEN_OVERHEAD = 2e-4, 5e-5
+STEP_OVERHEAD, TOKEN_OVERHEAD = 1e-4, 2e-5
 """Seconds that drafts cost outside the model: finding them and laying out longer rows; sampling and reading each."""
 
 
@@ -56,12 +56,14 @@ class AcceptanceBook:
     priors: the rate of each class before anything was seen.
     """
 
-    FADE = 0.985
-    """Of a request whose drafts do not pay now: they are tried again some fifty steps later."""
+    FADE, FADE_ALL = 0.985, 0.995
+    """Of a request, and of the engine in each step, whose drafts do not pay now: they are tried again some fifty steps
+    later, where texts have changed some hundreds of steps later by newcomers too."""
 
     def __init__(self, priors: Sequence[float]) -> None:
         self._engine = [Acceptance(rate, 8.0, 0.995) for rate in priors]
         self._requests: dict[int, dict[int, Acceptance]] = {}
+        self._passed: set[int] = set()
 
     def rate(self, request_id: int, kind: int) -> float:
         return self._own(request_id, kind).mean
@@ -73,6 +75,13 @@ class AcceptanceBook:
     def passed_over(self, request_id: int, kind: int) -> None:
         """Drafts could have been made and did not pay."""
         self._own(request_id, kind).fade(self.FADE)
+        self._passed.add(kind)
+
+    def end_step(self) -> None:
+        """Fade what the engine knows of the classes that were passed over."""
+        for kind in self._passed:
+            self._engine[kind].fade(self.FADE_ALL)
+        self._passed.clear()
 
     def forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
@@ -93,6 +102,24 @@ class Load:
     decoding: int
     context: float = 0.0
     others: int = 0
+
+
+def expected_gain(rates: Sequence[float], lengths: Sequence[int]) -> float:
+    """Tokens that drafts of these lengths bring on average beyond the plain step's."""
+    return sum(sum(rate**j for j in range(1, length + 1)) for rate, length in zip(rates, lengths) if length)
+
+
+def plain_seconds(costs: StepCosts, load: Load) -> float:
+    """Of the step without drafts."""
+    return costs.of(load.decoding + load.others) + load.decoding * costs.attention(load.context)
+
+
+def drafts_seconds(costs: StepCosts, load: Load, drafts: int) -> float:
+    """What verifying so many drafts adds to the step."""
+    if not drafts:
+        return 0.0
+    tokens = load.decoding + load.others
+    return costs.of(tokens + drafts) - costs.of(tokens) + drafts * costs.token_context * load.context
 
 
 def worthless(costs: StepCosts, load: Load) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .metrics import EngineMetrics
+from .plan import StepPlan
 from .protocols import Drafter
 from .request import Request
 from .scheduler import Scheduler
@@ -38,6 +39,13 @@ def propose(drafter: Drafter, scheduler: Scheduler) -> list[tuple[Request, Excep
     for request, drafts in zip(ready, proposals):
         request.drafts = drafts
     return failed
+
+
+def timed(drafter: Drafter | None, plan: StepPlan, seconds: float, draft_seconds: float) -> None:
+    """Tell a drafter that wants to know it how long the step took, `draft_seconds` of it for drafts."""
+    tell = getattr(drafter, "timed", None)
+    if tell is not None:
+        tell(plan, seconds, draft_seconds)
 
 
 def observe(drafter: Drafter | None, result: RowResult, counters: EngineMetrics) -> None:

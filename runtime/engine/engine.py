@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...optimizer.errors import RunError, UsageError
-from .drafting import forget, observe, propose
+from .drafting import forget, observe, propose, timed
 from .intake import Intake
 from .metrics import EngineMetrics, RateWindow
 from .outputs import RequestOutput
@@ -203,6 +203,7 @@ class Engine:
             if not result.request.finished:
                 self._report(row, result, now, outputs)
         self._rate.close_step(now)
+        timed(self._drafter, survived, self.clock() - began, started - began)
         counters.steps_total += 1
         counters.step_tokens = plan.total_tokens
         counters.draft_seconds = started - began
