@@ -15,6 +15,8 @@ _NAMES = {
     "Completion": "runtime.llm",
     "Context": "optimizer.base",
     "Evaluation": "optimizer.evaluate",
+    "ModelDiff": "optimizer.diff",
+    "diff": "optimizer.diff",
     "Event": "optimizer.events",
     "Exporter": "optimizer.base",
     "GateError": "optimizer.errors",
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from .optimizer.api import optimize
     from .optimizer.artifact import Artifact
     from .optimizer.base import Context, Exporter, ModulePlan, Options, Pass, PassReport, PlanItem
+    from .optimizer.diff import ModelDiff, diff
     from .optimizer.errors import GateError, LlmoptError, RunError, UsageError
     from .optimizer.evaluate import Evaluation, evaluate
     from .optimizer.events import Event

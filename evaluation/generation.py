@@ -10,6 +10,7 @@ from ..optimizer.errors import UsageError
 from .texts import read_text
 
 if TYPE_CHECKING:
+    from ..runtime.completion import Completion
     from ..runtime.llm import LLM
 
 PROMPTS = (
@@ -40,7 +41,8 @@ def read_prompts(path: str | Path) -> list[str]:
 
 def continuations(llm: LLM, prompts: Sequence[str], new_tokens: int) -> list[tuple[list[int], str]]:
     """Greedy (token ids, text) of each prompt, all run together."""
-    return [(done.token_ids, done.text) for done in llm.generate(list(prompts), max_new_tokens=new_tokens)]
+    done: list[Completion] = llm.generate(list(prompts), max_new_tokens=new_tokens)  # type: ignore[assignment]
+    return [(one.token_ids, one.text) for one in done]
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -58,7 +58,7 @@ def harness_model(llm: LLM) -> Any:
             return str(llm.tokenizer.name_or_path).replace("/", "__")
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            prefix = llm.tokenizer.decode(self.prefix_token_id)
+            prefix = str(llm.tokenizer.decode([self.prefix_token_id]))
             if add_special_tokens is None and prefix and string.startswith(prefix):
                 add_special_tokens = False
             more = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -239,7 +239,8 @@ def _results(found: dict[str, Any], samples: bool) -> dict[str, Any]:
     """The harness's table of results by task, its `metric,filter` names made plain."""
     out: dict[str, Any] = {}
     for task, row in found["results"].items():
-        metrics, errors = {}, {}
+        metrics: dict[str, float] = {}
+        errors: dict[str, float] = {}
         for key, value in row.items():
             name, _, kind = key.partition(",")
             label = name if kind in ("", "none") else f"{name} ({kind})"

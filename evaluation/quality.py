@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..optimizer.errors import RunError, UsageError
 from ..optimizer.events import Event, Listener, silent
 from .generation import PROMPTS, generation_divergence
 from .harness import check_tasks, run_tasks, task_manager
+from .progress import stage
 from .scoring import compare, score
 from .slices import slice_rows
 from .subject import Subject, open_subject, require_same_tokens
@@ -68,7 +68,7 @@ def measure(
     start = time.perf_counter()
     out: dict[str, Any] = {}
     with ExitStack() as stack:
-        with _stage(listener, "open"):
+        with stage(listener, "open"):
             common = settings.model_dump(include={"engine", "device", "dtype", "trust_remote_code", "max_memory"})
             model = stack.enter_context(open_subject(folder, kv_dtype=settings.kv_dtype, **common))
             other = stack.enter_context(open_subject(against, **common)) if against is not None else None
@@ -80,11 +80,11 @@ def measure(
         if text is not None:
             out.update(_text(out, model, other, text, settings, listener, where))
         if other is not None and settings.new_tokens:
-            with _stage(listener, "generate"):
+            with stage(listener, "generate"):
                 out["generation"] = _generation(model, other, settings)
         for key, subject in (("model", model), ("against", other)):
             if settings.tasks and subject is not None:
-                with _stage(listener, "tasks"):
+                with stage(listener, "tasks"):
                     out[key]["tasks"] = _tasks(subject, settings)
     return {**out, "seconds": round(time.perf_counter() - start, 3)}
 
@@ -105,7 +105,7 @@ def _text(
     def progress(done: int, total: int) -> None:
         listener(Event("progress", "text", step=done, total=total))
 
-    with _stage(listener, "text"):
+    with stage(listener, "text"):
         slices = model.slices(windows.windows, rows)
         if other is None:
             out["model"]["text"] = score(windows, rows, slices, progress).as_dict()
@@ -171,11 +171,3 @@ def _tasks(subject: Subject, settings: QualitySettings) -> dict[str, Any]:
         num_fewshot=settings.num_fewshot,
         chat=settings.chat,
     )
-
-
-@contextmanager
-def _stage(listener: Listener, name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    listener(Event("stage_started", name))
-    yield
-    listener(Event("stage_finished", name, data={"seconds": round(time.perf_counter() - start, 3)}))

@@ -141,5 +141,5 @@ def _bytes(
 ) -> int:
     """UTF-8 bytes of the text of tokens `start … end - 1`."""
     if ends is None:
-        return len(tokenizer.decode(ids[start:end]).encode("utf-8"))
+        return len(str(tokenizer.decode(ids[start:end])).encode("utf-8"))
     return ends[end - 1] - (ends[start - 1] if start else 0)

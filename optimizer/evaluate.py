@@ -146,8 +146,11 @@ def _text(
     if dataset is not None:
         name = Path(dataset).name if Path(dataset).exists() else dataset
         return Text(name, dataset_text(dataset, config, split, column))
-    if text is None and tasks_alone:
-        return None
+    return None if text is None and tasks_alone else find_text(text)
+
+
+def find_text(text: str | Path | None) -> Text:
+    """A text file; the text that ships with llmopt for None and "default". Raises UsageError."""
     if text is None or str(text) == "default":
         from .calibration import read_text as shipped
 

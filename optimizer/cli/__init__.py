@@ -12,7 +12,7 @@ import click
 
 from ... import __version__
 from ..errors import LlmoptError
-from . import catalog, doctor, eval, generate, inspect, optimize
+from . import catalog, diff, doctor, eval, generate, inspect, optimize
 
 
 class Group(click.Group):
@@ -35,6 +35,7 @@ for command in (
     inspect.verify,
     generate.generate,
     eval.evaluate,
+    diff.diff,
     catalog.passes,
     catalog.exporters,
     catalog.recipes,

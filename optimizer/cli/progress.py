@@ -19,6 +19,7 @@ TITLES = {
     "text": "scoring the text",
     "generate": "continuing the prompts",
     "tasks": "running the tasks",
+    "layers": "comparing the layers",
 }
 
 
