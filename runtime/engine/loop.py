@@ -7,6 +7,7 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 
 from ...optimizer.errors import RunError
 from .engine import Engine
@@ -174,12 +175,10 @@ class EngineLoop:
 
         on_output: also called with every output, from the step loop, before the handle has it.
         """
-        if self.error is not None:
-            raise RunError(f"the engine loop has failed: {self.error!r}", what_to_do="Create a new one.")
         params = params or SamplingParams()
         handle = RequestHandle(self, params.n)
         put = handle._put if on_output is None else _both(on_output, handle._put)
-        handle.request_id = self.engine.add_request(
+        handle.request_id = self.enqueue(
             prompt_token_ids,
             params,
             request_id=request_id,
@@ -187,8 +186,15 @@ class EngineLoop:
             deadline=deadline,
             on_output=put,
         )
-        self._notify()
         return handle
+
+    def enqueue(self, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> str:
+        """`submit` for a caller that keeps the outputs itself: no handle, `on_output` has them. Returns the id."""
+        if self.error is not None:
+            raise RunError(f"the engine loop has failed: {self.error!r}", what_to_do="Create a new one.")
+        name = self.engine.add_request(prompt_token_ids, params, **options)
+        self._notify()
+        return name
 
     def abort(self, request_id: str) -> None:
         """End a request with `abort` before the next step; nothing happens if it has ended."""
