@@ -113,7 +113,7 @@ def run_tasks(
     llm: LLM,
     tasks: Sequence[str],
     *,
-    task_path: str | Path | None = None,
+    manager: Any = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
     chat: bool = False,
@@ -121,13 +121,12 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Run tasks of the harness; by task: `metrics`, `stderr`, `num_items`, `num_fewshot`, `version`.
 
-    task_path: a folder of local tasks (YAML files), found beside the harness's own. limit: items of each task. chat:
-    through the chat template. samples: add each item's own result as `samples`.
+    manager: what `task_manager` gave; None finds the harness's own tasks. limit: items of each task. chat: through the
+    chat template. samples: add each item's own result as `samples`.
     Raises MissingDependency, UsageError for an unknown task, RunError where the task's data cannot be had.
     """
     model = harness_model(llm)
-    manager = task_manager(task_path)
-    check_tasks(tasks, manager)
+    manager = manager or task_manager(tasks)
     if chat and not llm.tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template", "--chat")
     try:
@@ -141,7 +140,7 @@ def run_tasks(
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
                 log_samples=samples,
-                bootstrap_iters=0,
+                bootstrap_iters=100,
             )
     except LlmoptError:
         raise
@@ -152,13 +151,20 @@ def run_tasks(
     return _results(found, samples)
 
 
-def task_manager(task_path: str | Path | None = None) -> Any:
-    """The harness's index of tasks. Raises MissingDependency, UsageError where the folder does not exist."""
-    manager = _library("lm_eval.tasks").TaskManager
+def task_manager(tasks: Sequence[str], task_path: str | Path | None = None) -> Any:
+    """The harness's index of tasks: of the folder where it has all that are named (reading the harness's own takes
+    long), else of both. Raises MissingDependency, UsageError where the folder does not exist or a task is unknown."""
+    make = _library("lm_eval.tasks").TaskManager
     if task_path is not None and not Path(task_path).is_dir():
         raise UsageError("there is no such folder of tasks", str(task_path))
     with _quiet():
-        return manager(include_path=None if task_path is None else str(task_path))
+        if task_path is not None:
+            manager = make(include_path=str(task_path), include_defaults=False)
+            if all(manager.match_tasks([name]) for name in tasks):
+                return manager
+        manager = make(include_path=None if task_path is None else str(task_path))
+    check_tasks(tasks, manager)
+    return manager
 
 
 def check_tasks(tasks: Sequence[str], manager: Any) -> None:

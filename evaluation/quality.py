@@ -13,7 +13,7 @@ from ..optimizer.base import Options
 from ..optimizer.errors import RunError, UsageError
 from ..optimizer.events import Event, Listener, silent
 from .generation import PROMPTS, generation_divergence
-from .harness import check_tasks, run_tasks, task_manager
+from .harness import run_tasks, task_manager
 from .progress import stage
 from .scoring import compare, score
 from .slices import slice_rows
@@ -63,8 +63,8 @@ def measure(
     """
     if text is None and not settings.tasks and (against is None or not settings.new_tokens):
         raise UsageError("there is nothing to measure", "eval", "Name a text, a data set or tasks.")
-    if settings.tasks:  # before any model is opened
-        check_tasks(settings.tasks, task_manager(settings.task_path))
+    # Before any model is opened: an unknown task is told at once.
+    manager = task_manager(settings.tasks, settings.task_path) if settings.tasks else None
     start = time.perf_counter()
     out: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def measure(
         for key, subject in (("model", model), ("against", other)):
             if settings.tasks and subject is not None:
                 with stage(listener, "tasks"):
-                    out[key]["tasks"] = _tasks(subject, settings)
+                    out[key]["tasks"] = _tasks(subject, settings, manager)
     return {**out, "seconds": round(time.perf_counter() - start, 3)}
 
 
@@ -160,13 +160,13 @@ def _generation(model: Subject, other: Subject, settings: QualitySettings) -> di
     return generation_divergence(model.llm, other.llm, settings.prompts, settings.new_tokens)
 
 
-def _tasks(subject: Subject, settings: QualitySettings) -> dict[str, Any]:
+def _tasks(subject: Subject, settings: QualitySettings, manager: Any) -> dict[str, Any]:
     if subject.llm is None:
         raise RunError("tasks need a model that fits into memory", str(subject.folder), "Leave --tasks out.")
     return run_tasks(
         subject.llm,
         settings.tasks,
-        task_path=settings.task_path,
+        manager=manager,
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         chat=settings.chat,
