@@ -48,9 +48,10 @@ def prove(
     """Open `folder` (an artifact, or a plain model folder) in a fresh process and return what it measured.
 
     Keys: `perplexity` and `divergence` (against the file of `write_reference`; both None without one), `cached` (the
-    same as read from the KV cache, where that is quantized; else None, see `cached.py`), `speed` (None where the
-    settings say so), `memory` (`weight_bytes`, `peak_rss`: bytes), `load_seconds`, `certificate` (what was verified:
-    files, backend, notes, environment, samples). Raises RunError with the process's last line.
+    same as read from the KV cache, where that is quantized or sliding; else None, see `cached.py`), `speed` (None where
+    the settings say so), `memory` (`weight_bytes`, `peak_rss`: bytes), `load_seconds`, `certificate` (what was
+    verified: files, backend, notes, environment, samples), `histogram` (of the KL; None without a reference). Raises RunError
+    with the process's last line.
     """
     if not isinstance(settings, ProofSettings):
         settings = ProofSettings(**(settings or {}))
@@ -88,9 +89,9 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
         if reference is not None:
             require_applied(opened.runtime.linear, llm.runner, str(folder))
             kv_settings.require_applied(opened.runtime.kv_cache, llm.runner, str(folder))
-        perplexity, divergence = compare(llm, reference) if reference is not None else (None, None)
-        reads_codes = reference is not None and llm.runner is not None and kv_settings.quantized(llm.runner)
-        cached = measure_cached(llm.runner, reference) if reads_codes else None  # type: ignore[arg-type]
+        perplexity, divergence, histogram = compare(llm, reference) if reference is not None else (None, None, None)
+        by_cache = reference is not None and llm.runner is not None and kv_settings.changes_logits(llm.runner)
+        cached = measure_cached(llm.runner, reference) if by_cache else None  # type: ignore[arg-type]
         samples = speak(llm, settings.prompts, settings.new_tokens)
         speed = measure_speed(llm, new_tokens=settings.new_tokens, rounds=settings.rounds) if settings.speed else None
         certificate = {
@@ -108,6 +109,7 @@ def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> di
     return {
         "perplexity": perplexity,
         "divergence": divergence,
+        "histogram": histogram,
         "cached": cached,
         "speed": speed.as_dict() if speed else None,
         "memory": memory,
@@ -126,9 +128,9 @@ def proof_device(folder: Path, wanted: str) -> str:
     return wanted
 
 
-def compare(llm: LLM, reference: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Perplexity over the reference's windows and divergence from its logits, of what answers prompts: the engine's
-    runner where there is one, else the torch module. `llm` must not have answered any yet.
+def compare(llm: LLM, reference: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Perplexity over the reference's windows, divergence from its logits and the divergence's histogram, of what
+    answers prompts: the engine's runner where there is one, else the torch module. `llm` must not have answered any.
     """
     from .divergence import DivergenceMeter
     from .logits import runner_logits, window_logits
@@ -142,13 +144,21 @@ def compare(llm: LLM, reference: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for (ids, logits), expected in zip(scored, file.logits(), strict=True):
         perplexity.update(ids, logits)
         divergence.update(expected.to(logits.device), logits)
-    return perplexity.result().as_dict(), divergence.result().as_dict()
+    return perplexity.result().as_dict(), divergence.result().as_dict(), divergence.histogram()
 
 
 def speak(llm: Any, prompts: Sequence[str], new_tokens: int) -> list[dict[str, Any]]:
     """Greedy continuations of the prompts. Raises RunError where the logits are not numbers."""
+    from .token_ends import token_ends
+
     return [
-        {"prompt": prompt, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+        {
+            "prompt": prompt,
+            "text": done.text,
+            "token_ids": done.token_ids,
+            "finish_reason": done.finish_reason,
+            "token_ends": token_ends(llm.tokenizer, done.token_ids, done.text),
+        }
         for done, prompt in zip(llm.generate(prompts, max_new_tokens=new_tokens), prompts)
     ]
 

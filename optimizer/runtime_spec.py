@@ -34,6 +34,7 @@ class KVCacheSpec(Spec):
     block_size: int | None = Field(None, ge=1, description="Tokens a block; None lets the backend choose.")
     sinks: int = Field(0, ge=0, description="First tokens always kept by a sliding cache.")
     window: int | None = Field(None, ge=1, description="Tokens kept by a sliding cache, without the sinks.")
+    offload_gib: float = Field(4.0, gt=0, description="Host memory for preempted requests of an offloaded cache, GiB.")
     prefix_caching: bool = Field(True, description="Reuse the blocks of a prefix that was computed before.")
 
 

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
     from ..optimizer.model import LoadedModel, ModelInfo
 
-RUNS_HERE: tuple[KVCacheKind, ...] = ("dynamic", "paged")
-"""Kinds that the runtime of this version can run; `paged` also quantized."""
+BLOCKS: tuple[KVCacheKind, ...] = ("paged", "sliding", "offloaded")
+"""Kinds that the engine keeps in blocks, which may be quantized."""
+RUNS_HERE: tuple[KVCacheKind, ...] = ("dynamic", *BLOCKS)
+"""Kinds that the runtime of this version can run."""
 
 
 class KVCache(Pass):
@@ -32,8 +34,9 @@ class KVCache(Pass):
         kind: KVCacheKind = Field(
             "paged",
             description="`paged`: blocks shared between requests (the engine's cache); `dynamic`: one growing tensor a "
-            "layer; `static`: preallocated; `sliding`: the first `sinks` and the last `window` tokens; `offloaded`: in "
-            "host memory.",
+            "layer; `static`: preallocated; `sliding`: paged, of which a request keeps the first `sinks` and the last "
+            "`window` tokens; `offloaded`: paged, preempted requests keep their blocks in host memory. See "
+            "docs/kv_kinds.md.",
         )
         dtype: KVCacheDtype = Field(
             "auto",
@@ -46,6 +49,9 @@ class KVCache(Pass):
         )
         sinks: int = Field(0, ge=0, description="First tokens that a sliding cache always keeps.")
         window: int | None = Field(None, ge=1, description="Last tokens that a sliding cache keeps.")
+        offload_gib: float = Field(
+            4.0, gt=0, description="Host memory that an offloaded cache may take for preempted requests, GiB."
+        )
         prefix_caching: bool = Field(
             True, description="Reuse the blocks of a prefix that another request has computed (paged cache)."
         )
@@ -56,8 +62,10 @@ class KVCache(Pass):
                 raise ValueError("a sliding cache needs `window`, the number of tokens it keeps")
             if self.kind != "sliding" and (self.window is not None or self.sinks):
                 raise ValueError(f"`window` and `sinks` belong to kind: sliding, not to kind: {self.kind}")
-            if self.kind != "paged" and self.block_size is not None:
-                raise ValueError(f"`block_size` belongs to kind: paged, not to kind: {self.kind}")
+            if self.kind not in BLOCKS and self.block_size is not None:
+                raise ValueError(f"`block_size` belongs to kind: {', '.join(BLOCKS)}, not to kind: {self.kind}")
+            if self.kind != "offloaded" and "offload_gib" in self.model_fields_set:
+                raise ValueError(f"`offload_gib` belongs to kind: offloaded, not to kind: {self.kind}")
             return self
 
     config: Config
@@ -72,8 +80,14 @@ class KVCache(Pass):
                 f"KV cache: {quantized:,} bytes a token in {self.config.dtype}, scales included, and {per_token:,} in "
                 f"the model's own dtype: {per_token / quantized:.2f} times the tokens in the same memory"
             ]
+        if self.config.kind == "sliding":
+            kept = self.config.sinks + (self.config.window or 0)
+            notes.append(
+                f"sliding KV cache: {kept} tokens a request, rounded up to blocks; a proof sees what that costs only "
+                f"in windows (`evaluate.window_length`) of more than {kept} tokens"
+            )
         return PlanItem(
-            summary=f"{self.config.kind} KV cache, dtype {self.config.dtype}",
+            summary=self._summary(),
             refusals=self._refusals(),
             notes=notes,
             runtime={"kv_cache": self._spec().model_dump()},
@@ -85,7 +99,16 @@ class KVCache(Pass):
         if refusals:
             raise RunError(refusals[0], where=self.name)
         model.runtime.kv_cache = self._spec()
-        return PassReport(f"{self.config.kind} KV cache, dtype {self.config.dtype}", details=self._spec().model_dump())
+        return PassReport(self._summary(), details=self._spec().model_dump())
+
+    def _summary(self) -> str:
+        config = self.config
+        kind = config.kind
+        if kind == "sliding":
+            kind += f" ({config.sinks} sinks, window {config.window})"
+        elif kind == "offloaded":
+            kind += f" ({config.offload_gib:g} GiB)"
+        return f"{kind} KV cache, dtype {config.dtype}"
 
     def _spec(self) -> KVCacheSpec:
         return KVCacheSpec(**self.config.model_dump())
@@ -94,11 +117,13 @@ class KVCache(Pass):
         refusals = []
         if self.config.kind not in RUNS_HERE:
             refusals.append(
-                f"kind: {self.config.kind} is not in this version's runtime, which has {' and '.join(RUNS_HERE)}"
+                f"kind: {self.config.kind} is not in this version's runtime, which has {', '.join(RUNS_HERE)}: a "
+                "request takes blocks as it grows, and one block of the longest length would hold fewer requests"
             )
-        if self.config.dtype != "auto" and self.config.kind != "paged":
+        if self.config.dtype != "auto" and self.config.kind not in BLOCKS:
             refusals.append(
-                f"dtype: {self.config.dtype} needs kind: paged; a {self.config.kind} cache is in the model's own dtype"
+                f"dtype: {self.config.dtype} needs kind: paged, sliding or offloaded; a {self.config.kind} cache is in "
+                "the model's own dtype"
             )
         return refusals
 

@@ -49,7 +49,7 @@ def why_not_native(opened: OpenedModel) -> str | None:
 def check_kv_cache(opened: OpenedModel) -> None:
     """Raise RunError where the RuntimeSpec asks for a KV cache that this version does not have."""
     spec = opened.runtime.kv_cache
-    if spec.kind not in ("dynamic", "paged") or (spec.kind != "paged" and spec.dtype != "auto"):
+    if spec.kind == "static" or (spec.kind == "dynamic" and spec.dtype != "auto"):
         raise RunError(
             f"the artifact asks for a KV cache of kind {spec.kind} and dtype {spec.dtype}, which this version does not "
             "have",
@@ -74,7 +74,7 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
     apply_fusion(opened)
     spec = opened.runtime.draft
     drafter = make_drafter(opened) if draft else None
-    if opened.runtime.kv_cache.kind == "paged":
+    if opened.runtime.kv_cache.kind != "dynamic":
         opened.note("KV cache: dynamic, not paged (the static engine has no blocks)", "fallback")
     if drafter is not None:
         opened.note(f"drafts: {spec.kind}, for one sequence at a time")

@@ -75,6 +75,9 @@ def second_runner(runner: Any, config: SchedulerConfig, folder: Path) -> Any:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
     }
+    sliding = getattr(runner, "sliding", None)
+    if sliding is not None:  # it shares the block tables, so it must not read what they have let go of
+        options.update(kv_sinks=sliding.sinks, kv_window=sliding.window)
     return make_runner(opened, "auto", True, options)
 
 

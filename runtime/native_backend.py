@@ -32,10 +32,11 @@ class NativeBackend:
     def __init__(self, opened: OpenedModel, draft: bool, release: bool, options: dict[str, Any]) -> None:
         from .engine.engine import Engine
         from .engine.loop import EngineLoop
+        from .engine.runner_sliding import UnsupportedSliding
         from .engine.scheduler_config import SchedulerConfig
         from .fused_linears import apply_around
         from .kernels.kv_format import UnsupportedFormat
-        from .kv_settings import kv_notes, kv_options
+        from .kv_settings import drop_refused, kv_notes, kv_options
         from .linear_settings import linear_notes, linear_options
 
         spec = opened.runtime
@@ -46,17 +47,17 @@ class NativeBackend:
         if spec.kv_cache.block_size is not None:
             for_runner.setdefault("block_size", spec.kv_cache.block_size)
         folder = checked_draft_folder(opened) if draft else None
-        why = ""
-        try:
-            runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
-        except UnsupportedFormat as error:
-            if "kv_dtype" in given:
-                raise
-            why = error.what
-            del for_runner["kv_dtype"]
-            runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
+        why: dict[str, str] = {}
+        while True:
+            try:
+                runner = apply_around(opened, lambda: make_runner(opened, kind, release, for_runner))
+                break
+            except (UnsupportedFormat, UnsupportedSliding) as error:
+                why[drop_refused(error, for_runner, given)] = error.what
         self.notes = [{"stage": "load", "kind": "note", "message": note} for note in runner.notes]
-        self.notes += linear_notes(spec.linear, runner, given) + kv_notes(spec.kv_cache, runner, given, why)
+        self.notes += linear_notes(spec.linear, runner, given) + kv_notes(
+            spec.kv_cache, runner, given, why.get("kv_dtype", ""), why.get("kv_window", "")
+        )
         self.context_length: int | None = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.extra_weight_bytes = getattr(getattr(runner, "decoder", None), "weight_bytes", 0)

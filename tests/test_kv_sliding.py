@@ -255,6 +255,69 @@ def test_a_request_longer_than_the_pool_runs_in_a_fixed_number_of_blocks():
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def info(tiny_model):
+    from llmopt.optimizer.sources import describe, resolve
+
+    return describe(resolve(tiny_model))
+
+
+def test_the_pass_plans_it(info):
+    from llmopt.passes.kv_cache import KVCache
+
+    plan = KVCache(kind="sliding", sinks=4, window=28, dtype="int8", block_size=32).plan(info)
+    assert plan.refusals == [] and plan.summary == "sliding (4 sinks, window 28) KV cache, dtype int8"
+    assert plan.runtime["kv_cache"]["sinks"] == 4 and plan.runtime["kv_cache"]["window"] == 28
+    assert any("32 tokens a request" in note for note in plan.notes)
+    for options, words in [({"kind": "sliding"}, "needs `window`"), ({"offload_gib": 2}, "kind: offloaded")]:
+        with pytest.raises(UsageError, match=words):
+            KVCache(**options)
+
+
+def test_an_artifact_is_made_proved_and_loaded(tiny_model, tmp_path):
+    import llmopt
+    from llmopt.tests.runs import run
+
+    made = run(tiny_model, [{"kv_cache": {"kind": "sliding", "sinks": 2, "window": 6}}], tmp_path / "out")
+    figures = made.manifest.measured["divergence"]
+    assert figures["mean_kl"] > 0.01 and figures["cached_mean_kl"] > 0.01  # the mask is seen in both
+    wanted = "sliding, the first 2 and the last 6 tokens, as the RuntimeSpec asks"
+    assert any(wanted in note["message"] for note in made.manifest.certificate["notes"])
+    with llmopt.load(made.path) as llm:
+        assert llm.runner.sliding == Sliding(2, 6)
+        short = llm.generate("Once upon a time there was a river", max_new_tokens=12).token_ids
+    with llmopt.load(made.path, kv_window=500) as llm:
+        assert llm.runner.sliding == Sliding(0, 500)
+        assert any("kv_window as given to load" in note["message"] for note in llm.notes)
+        assert llm.generate("Once upon a time there was a river", max_new_tokens=12).token_ids != short
+    with llmopt.load(made.path, engine="static") as llm:
+        (note,) = [n for n in llm.notes if n["kind"] == "fallback" and "sliding" in n["message"]]
+        assert "was not applied: the static engine" in note["message"]
+
+
+def test_settings_given_and_what_became_of_them():
+    from llmopt.optimizer.runtime_spec import KVCacheSpec
+    from llmopt.runtime.kv_settings import changes_logits, drop_refused, kv_notes, kv_options, require_applied
+
+    spec = KVCacheSpec(kind="sliding", sinks=4, window=60)
+    assert kv_options(spec, {}) == {"kv_sinks": 4, "kv_window": 60}
+    assert kv_options(spec, {"kv_window": 9}) == {"kv_window": 9}
+
+    class Runner:
+        sliding = Sliding(4, 60)
+
+    assert [n["kind"] for n in kv_notes(spec, Runner(), {})] == ["note"] and changes_logits(Runner())
+    require_applied(spec, Runner(), "here")
+    with pytest.raises(RunError, match="did not apply the KV cache of kind sliding"):
+        require_applied(spec, None, "here")
+    options = kv_options(spec, {"block_size": 32})
+    assert drop_refused(UnsupportedSliding("no"), options, {}) == "kv_window" and options == {"block_size": 32}
+    (note,) = kv_notes(spec, None, {}, "", "latent attention")
+    assert note["kind"] == "fallback" and "not applied: latent attention" in note["message"]
+    with pytest.raises(UnsupportedSliding):
+        drop_refused(UnsupportedSliding("no"), kv_options(spec, {"kv_window": 9}), {"kv_window": 9})
+
+
 def test_impossible_settings_are_one_clear_error():
     model = model_of()
     for options, message in [({"kv_sinks": 2}, "without kv_window"), ({"kv_window": 0}, "kv_window=0")]:

@@ -148,7 +148,7 @@ def test_impossible_caches_are_config_errors(options, words):
         KVCache(**options)
 
 
-@pytest.mark.parametrize("options", [{"kind": "sliding", "window": 64}, {"kind": "static"}])
+@pytest.mark.parametrize("options", [{"kind": "static"}])
 def test_caches_that_the_runtime_does_not_have_are_refused(prepared, options):
     model, context = prepared
     item = KVCache(**options)

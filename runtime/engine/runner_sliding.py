@@ -22,7 +22,7 @@ def sliding_of(kv_sinks: int, kv_window: int | None) -> Sliding | None:
         return None
     if kv_window < 1 or kv_sinks < 0:
         raise UsageError(
-            f"kv_window={kv_window} and kv_sinks={kv_sinks}: a sliding cache keeps 1 token or more, and 0 sinks or more",
+            f"kv_window={kv_window} and kv_sinks={kv_sinks}: it takes a window of 1 or more, and 0 sinks or more",
             "load",
         )
     return Sliding(kv_sinks, kv_window)
