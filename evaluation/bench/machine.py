@@ -23,7 +23,7 @@ class Meter:
 
     def __init__(self, pids: Sequence[int] = ()) -> None:
         self._pids = [os.getpid(), *pids]
-        self._energy = [Rapl(), Nvml()]
+        self._energy: list[Rapl | Nvml] = [Rapl(), Nvml()]
 
     def start(self) -> Meter:
         self._before = cpu_seconds(self._pids)

@@ -12,7 +12,7 @@ import click
 
 from ... import __version__
 from ..errors import LlmoptError
-from . import catalog, diff, doctor, eval, generate, inspect, optimize
+from . import bench, catalog, compare, diff, doctor, eval, generate, inspect, optimize, report
 
 
 class Group(click.Group):
@@ -33,8 +33,11 @@ for command in (
     optimize.plan,
     inspect.inspect,
     inspect.verify,
+    report.report,
+    compare.compare,
     generate.generate,
     eval.evaluate,
+    bench.bench,
     diff.diff,
     catalog.passes,
     catalog.exporters,

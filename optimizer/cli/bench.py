@@ -1,0 +1,199 @@
+"""`llmopt bench`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import RunError, UsageError
+
+Command = Callable[..., Any]
+
+ENGINES = ("auto", "native", "static")
+INPUT = {"latency": "128", "throughput": "16-256", "serve": "16-256"}
+PROMPTS = {"latency": 5, "throughput": 32, "serve": 32}
+
+
+def _options(*several: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def add(command: Command) -> Command:
+        for option in reversed(several):
+            command = option(command)
+        return command
+
+    return add
+
+
+targets = click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+lengths = [
+    click.option("--output-len", default="64", show_default=True, metavar="N|A-B", help="Tokens of each answer."),
+    click.option("--seed", default=0, show_default=True, help="Of prompts, lengths and arrivals."),
+]
+prompts = [
+    click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="Requests a round. [default: 5 or 32]"),
+    click.option("--input-len", metavar="N|A-B", help="Tokens of each random prompt. [default: 128 or 16-256]"),
+    click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="JSONL: `prompt` or `messages`."),
+    click.option("--prefix-len", type=click.IntRange(0), default=0, show_default=True, help="Shared tokens before it."),
+    click.option("--num-prefixes", type=click.IntRange(1), default=1, show_default=True, help="Shared prefixes."),
+]
+common = [
+    click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Targets take turns in each."),
+    click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Requests not measured."),
+    click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True),
+    click.option("--ignore-eos/--stop-at-eos", default=True, show_default=True, help="Answers have the full length."),
+    click.option("--goodput", multiple=True, metavar="NAME:MS", help="Objective for ttft, tpot or e2el; repeatable."),
+    click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True),
+    click.option("--device", default="auto", show_default=True),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto"),
+    click.option("--num-threads", type=click.IntRange(1), metavar="N", help="Threads of each model."),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model's folder carries."),
+    click.option("--tokenizer", metavar="MODEL", help="Makes prompts, counts answers. [default: the first folder's]"),
+    click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True,
+                 help="Of servers."),
+    click.option("--model", metavar="NAME", help="Model to ask servers for. [default: the first they list]"),
+    click.option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True,
+                 help="Seconds that a server's stream may be silent."),
+    click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write it all here."),
+    click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True),
+]  # fmt: skip
+
+
+@click.group("bench", invoke_without_command=True, subcommand_metavar="MODE TARGET...")
+@click.option("--techniques", metavar="MODEL", help="The table of techniques on one model (docs/techniques.md).")
+@click.pass_context
+def bench(context: click.Context, techniques: str | None) -> None:
+    """Measure speed, latency and memory of models, artifacts and servers side by side.
+
+    A TARGET is a folder, hub id or short name, perhaps with options of `llmopt.load` (my-int4,activation=int8,label=A),
+    or the URL of a server that speaks OpenAI's API. docs/bench.md defines every figure.
+    """
+    if context.invoked_subcommand is None:
+        if techniques is None:
+            raise UsageError(
+                "no mode is named", "bench", "Use latency, throughput, serve, sweep, or --techniques MODEL."
+            )
+    elif techniques is not None:
+        raise UsageError("--techniques is a mode of its own", "bench", "Leave the other one out.")
+
+
+@bench.command()
+@targets
+@_options(*prompts, *lengths, *common)
+def latency(**options: Any) -> None:
+    """One request at a time: time to first token, time per token."""
+    _run("latency", **options)
+
+
+@bench.command()
+@targets
+@_options(*prompts, *lengths, *common)
+def throughput(**options: Any) -> None:
+    """All requests at once: tokens a second of an offline batch."""
+    _run("throughput", **options)
+
+
+@bench.command()
+@targets
+@click.option(
+    "--request-rate", default=math.inf, show_default=True, metavar="R", help="Requests a second; inf: at once."
+)
+@click.option("--burstiness", default=1.0, show_default=True, metavar="B", help="Gamma shape; 1 is a Poisson process.")
+@click.option("--max-concurrency", type=click.IntRange(1), metavar="N", help="Requests under way at once, at most.")
+@_options(*prompts, *lengths, *common)
+def serve(**options: Any) -> None:
+    """Requests that arrive over time, on our engine or on any server with OpenAI's API."""
+    _run("serve", **options)
+
+
+@bench.command()
+@targets
+@click.option("--batch", default="1,4,16", show_default=True, metavar="N,N", help="Requests at once.")
+@click.option("--context", default="128,1024", show_default=True, metavar="N,N", help="Tokens of each prompt.")
+@_options(*lengths, *common)
+def sweep(batch: str, context: str, **options: Any) -> None:
+    """Every batch size with every context length."""
+    sizes = {"batches": _numbers(batch, "--batch"), "contexts": _numbers(context, "--context")}
+    _run("sweep", sizes=sizes, **options)
+
+
+def _run(
+    mode: str,
+    targets: tuple[str, ...],
+    output_len: str,
+    seed: int,
+    goodput: tuple[str, ...],
+    json_file: Path | None,
+    log: str,
+    input_len: str | None = None,
+    num_prompts: int | None = None,
+    prompts: Path | None = None,
+    prefix_len: int = 0,
+    num_prefixes: int = 1,
+    sizes: dict[str, Any] | None = None,
+    request_rate: float = math.inf,
+    burstiness: float = 1.0,
+    max_concurrency: int | None = None,
+    **settings: Any,
+) -> None:
+    from ...evaluation.bench.lengths import Lengths
+    from ...evaluation.bench.loads import LoadSettings
+    from ...evaluation.bench.metrics import parse_objectives
+    from ..bench import BenchSettings
+    from ..bench import bench as run
+    from .bench_tables import show
+    from .progress import listener
+
+    load = LoadSettings(
+        input_len=Lengths.parse(input_len or INPUT.get(mode, "128"), "--input-len"),
+        output_len=Lengths.parse(output_len, "--output-len"),
+        num_prompts=num_prompts or (None if prompts else PROMPTS.get(mode)),
+        prefix_len=prefix_len,
+        num_prefixes=num_prefixes,
+        prompts=prompts,
+        seed=seed,
+        request_rate=request_rate,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        objectives=parse_objectives(goodput),
+        **(sizes or {}),
+    )
+    check_file(json_file)
+    with listener(log) as listen:
+        data = run(mode, targets, load, BenchSettings(**settings), listen)
+    write(json_file, data)
+    show(data)
+    if json_file is not None:
+        click.echo(f"Written: {json_file}")
+    for case in data["cases"]:
+        for result in case["results"]:
+            if not result["summary"]["metrics"]["completed"]:
+                raise RunError("every request failed", result["target"])
+
+
+def check_file(path: Path | None) -> None:
+    """Raise UsageError before the run for a file that could not be written after it."""
+    if path is not None and path.is_dir():
+        raise UsageError("is a folder; --json names a file", str(path))
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError("its folder does not exist", str(path))
+
+
+def write(path: Path | None, data: dict[str, Any]) -> None:
+    """Write the document, whole or not at all."""
+    if path is not None:
+        from ..evaluate import write_json
+
+        write_json(path, data)
+
+
+def _numbers(text: str, where: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise UsageError(f"{text!r} is no list of positive numbers", where, "Write 1,4,16.")
+    return found
