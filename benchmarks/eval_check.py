@@ -119,7 +119,8 @@ def harness(options: argparse.Namespace) -> None:
                 row("harness", by=engine, dtype=dtype, acc=ours["acc,none"], acc_norm=ours["acc_norm,none"],
                     largest_difference=max(apart), mean_difference=sum(apart) / len(apart),
                     mean_loglikelihood=sum(b[0] for b in expected) / len(expected),
-                    greedy_differs=sum(a[1] != b[1] for a, b in zip(found, expected)), seconds=since(start))  # fmt: skip
+                    greedy_differs=sum(a[1] != b[1] for a, b in zip(found, expected)),
+                    seconds=since(start))  # fmt: skip
 
 
 def sentence_ends(text: str, items: int) -> list[dict[str, Any]]:

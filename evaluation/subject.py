@@ -51,16 +51,18 @@ class Subject:
         return runner_slices(self.llm.runner, windows, rows)
 
     def facts(self) -> dict[str, Any]:
-        """What ran it and how: `engine`, `device`, `dtype`, `kv_cache`, `weight_bytes`, `notes`."""
+        """How it runs: `engine`, `runner`, `device`, `dtype`, `kv_cache`, `kv_sliding`, `weight_bytes`, `notes`."""
         from ..runtime import kv_settings
 
         if self.llm is None:
             weights = self._lazy.weights
             return {
                 "engine": STREAMED,
+                "runner": None,
                 "device": "cpu",
                 "dtype": str(self._lazy.dtype).removeprefix("torch."),
                 "kv_cache": "auto",
+                "kv_sliding": None,
                 "weight_bytes": weights.nbytes if weights is not None else None,
                 "notes": [_note("the model is larger than memory allows, so it is read block by block")],
             }
@@ -72,6 +74,7 @@ class Subject:
             "device": str(getattr(runner, "device", None) or self.llm.module.device),
             "dtype": str(dtype).removeprefix("torch."),
             "kv_cache": kv_settings.applied(runner),
+            "kv_sliding": _sliding(runner),
             "weight_bytes": self.llm.weight_bytes,
             "notes": self.llm.notes,
         }
@@ -168,6 +171,12 @@ def require_same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizer
             where,
             "Evaluate each by itself and compare bits per byte.",
         )
+
+
+def _sliding(runner: Any) -> dict[str, int] | None:
+    """First and last tokens that a sliding KV cache keeps; None where it keeps all."""
+    sliding = getattr(runner, "sliding", None)
+    return None if sliding is None else {"sinks": sliding.sinks, "window": sliding.window}
 
 
 def _note(message: str) -> dict[str, str]:

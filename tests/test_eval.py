@@ -13,7 +13,7 @@ from llmopt.evaluation.generation import first_difference, read_prompts
 from llmopt.evaluation.quality import QualitySettings
 from llmopt.evaluation.scoring import score
 from llmopt.evaluation.slices import head_of, module_slices, places, streamed_slices
-from llmopt.evaluation.subject import open_subject, try_streamed
+from llmopt.evaluation.subject import Subject, open_subject, try_streamed
 from llmopt.evaluation.windows import sliding_windows, spans
 from llmopt.optimizer.errors import RunError, UsageError
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -149,6 +149,18 @@ def test_a_quantized_cache_is_read(tiny_model, text_file):
     assert coded.data["model"]["kv_cache"] == "int4"
     assert coded.perplexity != plain.perplexity
     assert coded.perplexity == pytest.approx(plain.perplexity, rel=0.05)
+
+
+def test_a_sliding_cache_is_read(tiny_model, tokenizer):
+    windows = sliding_windows(TEXT, tokenizer, length=64, stride=64, limit=1).windows
+    with open_subject(tiny_model, dtype="float32") as plain:
+        expected = torch.cat([part.clone() for part in plain.slices(windows, 16)])
+    llm = llmopt.load(tiny_model, dtype="float32", kv_sinks=2, kv_window=20)
+    with Subject(tiny_model, llm=llm) as sliding:
+        assert sliding.facts()["kv_sliding"] == {"sinks": 2, "window": 20}
+        found = torch.cat([part.clone() for part in sliding.slices(windows, 16)])
+    assert torch.allclose(found[:20], expected[:20], atol=1e-4)
+    assert not torch.allclose(found[30:], expected[30:], atol=1e-4)
 
 
 def test_results_are_cached_by_model_data_and_settings(tiny_model, packed_model, text_file, tmp_path):

@@ -58,11 +58,13 @@ def show(data: dict[str, Any], top: int, modules: bool) -> None:
         out.print(f"{key}: {model['id']} ({mib(model['bytes'])}, {score})", highlight=False, markup=False)
     for note in data["notes"]:
         out.print(f"{note['kind']}: {note['message']}", style="yellow", highlight=False, markup=False)
-    kl, flips = data["divergence"], f"{data['num_flips']:,} most likely tokens flip"
-    share = data["num_flips"] / data["num_positions"]
+    kl, share = data["divergence"], data["num_flips"] / data["num_positions"]
     tokens = f"{data['num_positions']:,} tokens of {data['text']['name']}"
-    figures = f"mean KL {kl['mean_kl']:.6f} nats, p99 {kl['p99_kl']:.6f}; {flips} ({share:.2%})"
-    out.print(f"{tokens}: {figures}", highlight=False, markup=False)
+    for line in (
+        f"{tokens}: mean KL {kl['mean_kl']:.6f} nats, p99 {kl['p99_kl']:.6f}",
+        f"{data['num_flips']:,} most likely tokens flip ({share:.2%})",
+    ):
+        out.print(line, highlight=False, markup=False)
     out.print(_units_table(data["units"][:top]))
     if modules:
         out.print(_modules_table(data["units"][:top]))

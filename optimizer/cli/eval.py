@@ -100,6 +100,10 @@ def show(data: dict[str, Any]) -> None:
         if key in data:
             part = data[key]
             cache = "" if part["kv_cache"] in ("auto", part["dtype"]) else f", KV cache {part['kv_cache']}"
+            if part.get("kv_sliding"):
+                cache += (
+                    f", sliding KV cache of {part['kv_sliding']['sinks']} and {part['kv_sliding']['window']} tokens"
+                )
             ran = f"{part['engine']} engine, {part['dtype']} on {part['device']}{cache}"
             out.print(f"{title}: {part['id']} ({ran})", highlight=False, markup=False)
             for note in part["notes"]:
