@@ -42,7 +42,7 @@ def examine_streamed(folder: Path, reference: Path | None, settings: ProofSettin
     model, files = _open(folder, settings)
     assert model.weights is not None
     load_seconds = time.perf_counter() - start
-    perplexity, divergence = _compare(model, reference) if reference is not None else (None, None)
+    perplexity, divergence, histogram = _compare(model, reference) if reference is not None else (None, None, None)
     samples = _speak(model, settings.prompts, min(settings.new_tokens, NEW_TOKENS))
     note = f"the model is larger than memory allows, so it was measured block by block, {NEW_TOKENS} tokens a prompt"
     certificate = {
@@ -58,6 +58,7 @@ def examine_streamed(folder: Path, reference: Path | None, settings: ProofSettin
     return {
         "perplexity": perplexity,
         "divergence": divergence,
+        "histogram": histogram,
         "speed": None,
         "memory": {"weight_bytes": model.weights.nbytes, "peak_rss": peak_rss()},
         "load_seconds": round(load_seconds, 3),
@@ -87,7 +88,7 @@ def _open(folder: Path, settings: ProofSettings) -> tuple[LoadedModel, int]:
     return LoadedModel(module, tokenizer, source, weights=weights), files
 
 
-def _compare(model: LoadedModel, reference: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _compare(model: LoadedModel, reference: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     from .divergence import DivergenceMeter
     from .perplexity import PerplexityMeter
     from .reference import Reference
@@ -99,7 +100,7 @@ def _compare(model: LoadedModel, reference: Path) -> tuple[dict[str, Any], dict[
     for (ids, logits), expected in zip(streamed_logits(model, list(file.windows)), file.logits(), strict=True):
         perplexity.update(ids, logits)
         divergence.update(expected, logits)
-    return perplexity.result().as_dict(), divergence.result().as_dict()
+    return perplexity.result().as_dict(), divergence.result().as_dict(), divergence.histogram()
 
 
 def _speak(model: LoadedModel, prompts: Sequence[str], new_tokens: int) -> list[dict[str, Any]]:
@@ -115,7 +116,12 @@ def _speak(model: LoadedModel, prompts: Sequence[str], new_tokens: int) -> list[
         for ids, (_, logits) in zip(texts, streamed_logits(model, rows)):
             ids.append(int(logits[-1].argmax()))
     made = [ids[start:] for ids, start in zip(texts, starts)]
-    return [
-        {"prompt": prompt, "text": model.tokenizer.decode(ids), "token_ids": ids, "finish_reason": "length"}
-        for prompt, ids in zip(prompts, made)
-    ]
+    return [_sample(model, prompt, ids) for prompt, ids in zip(prompts, made)]
+
+
+def _sample(model: LoadedModel, prompt: str, ids: list[int]) -> dict[str, Any]:
+    from .token_ends import token_ends
+
+    text = model.tokenizer.decode(ids)
+    ends = token_ends(model.tokenizer, ids, text)
+    return {"prompt": prompt, "text": text, "token_ids": ids, "finish_reason": "length", "token_ends": ends}

@@ -38,6 +38,7 @@ def optimize(
     cache: bool = True,
     cache_folder: str | Path | None = None,
     cache_limit: int = 20 * 2**30,
+    report: bool = True,
     listener: Listener = silent,
     **settings: Any,
 ) -> Artifact:
@@ -48,7 +49,8 @@ def optimize(
     instances, Pass classes, names, or `{name: options}`, in order. settings: other keys of a recipe (`gates`,
     `calibration`, `evaluate`, `seed`, `dtype`). overrides: `--set` assignments, such as "passes.quantize.bits=8".
     out: the artifact's folder; by default named after model and recipe, in the working directory.
-    cache_limit: bytes of cached pass results. listener: receives an `Event` for everything that happens.
+    cache_limit: bytes of cached pass results. report: write report.html into the artifact.
+    listener: receives an `Event` for everything that happens.
 
     Raises UsageError where the request is wrong, RunError where the run fails, GateError where a gate does not hold.
     """
@@ -61,7 +63,9 @@ def optimize(
     def run(named: str | Path) -> Artifact:
         source = resolve(named, revision or loaded.recipe.revision)
         target = Path(out) if out is not None else Path(default_out(str(named), loaded.recipe.name))
-        run_settings = Settings(target, force, keep_failed, trust_remote_code, cache, folder, cache_limit, listener)
+        run_settings = Settings(
+            target, force, keep_failed, trust_remote_code, cache, folder, cache_limit, listener, report
+        )
         return Run(loaded, source, run_settings).execute()
 
     if model is not None and not isinstance(model, (str, Path)):

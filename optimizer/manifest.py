@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..runtime import artifact
-from ..runtime.artifact import MANIFEST
+from ..runtime.artifact import MANIFEST, REPORT
 from .errors import RunError
 from .recipe import EvaluateOptions
 from .runtime_spec import RuntimeSpec
@@ -54,6 +54,25 @@ class Note(Part):
     message: str
 
 
+class StageTime(Part):
+    """When a stage of the run began and ended, seconds since the run began."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Timeline(Part):
+    """Physical memory over the run, bytes a sample; at most some hundred samples."""
+
+    interval: float = Field(description="Seconds between samples.")
+    times: list[float] = Field(description="Seconds since the run began.")
+    rss: list[int] = Field(description="Of the run's own process.")
+    children: list[int] = Field(description="Of the processes that it started.")
+    device: list[int] = Field(description="That torch had allocated on CUDA devices.")
+    stages: list[StageTime]
+
+
 class Manifest(Part):
     """The whole manifest. Sizes are bytes, speeds tokens a second, divergence nats a token."""
 
@@ -71,6 +90,7 @@ class Manifest(Part):
     certificate: dict[str, Any] = Field(description="What a fresh process saw when it reopened the artifact.")
     gates: list[GateRecord] = Field(default_factory=list)
     notes: list[Note] = Field(default_factory=list, description="Fallbacks and remarks of the run.")
+    timeline: Timeline | None = Field(None, description="Memory over the run; null in artifacts of earlier versions.")
     environment: dict[str, str] = Field(description="Versions of the libraries and the machine's kind.")
     files: dict[str, str] = Field(description="Relative path → SHA-256 of every other file of the folder.")
 
@@ -132,9 +152,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Relative path → SHA-256 of every file below the folder, the manifest left out."""
+    """Relative path → SHA-256 of every file below the folder, the manifest and the report drawn from it left out."""
     names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: artifact.sha256_file(path) for name, path in names.items() if name != MANIFEST}
+    return {name: artifact.sha256_file(path) for name, path in names.items() if name not in (MANIFEST, REPORT)}
 
 
 def json_schema() -> dict[str, Any]:

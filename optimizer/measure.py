@@ -36,8 +36,9 @@ def prove_and_compare(
 
     `measured` has `before` and `after` (disk_bytes of the weight files, memory_bytes, perplexity, tokens a second) and
     `divergence` (KL in nats, top-1 agreement, and the ratios that gates limit; with a quantized KV cache also what half
-    of each window costs when it is read from it, under names with `cached_`). Raises RunError where the artifact does
-    not open or answer.
+    of each window costs when it is read from it, under names with `cached_`). `certificate` has what the artifact's
+    process saw, a histogram of the KL, and where speed was measured what the source answered. Raises RunError where the
+    artifact does not open or answer.
     """
     settings: dict[str, Any] = {
         **recipe.evaluate.model_dump(),
@@ -53,6 +54,9 @@ def prove_and_compare(
         "load_seconds": proof["load_seconds"],
         "perplexity": proof["perplexity"]["perplexity"],
     }
+    certificate = dict(proof["certificate"])
+    if proof.get("histogram") is not None:
+        certificate["kl_histogram"] = proof["histogram"]
     before = dict(before)
     timed = proof["speed"] is not None and not too_large(info.source.folder, recipe.max_memory)
     if timed:
@@ -63,11 +67,11 @@ def prove_and_compare(
                 **settings,
                 "dtype": recipe.dtype,
                 "device": proof["certificate"]["device"],
-                "prompts": settings["prompts"][:1],
             },
         )
         before.update(_speed(source))
         before["peak_rss_bytes"] = source["memory"]["peak_rss"]
+        certificate["source_samples"] = source["certificate"]["samples"]
         after.update(_speed(proof))
     divergence = {
         **proof["divergence"],
@@ -78,7 +82,7 @@ def prove_and_compare(
         divergence.update(cached_figures(proof["cached"]))
     if timed:
         divergence["decode_speedup"] = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
-    return {"before": before, "after": after, "divergence": divergence}, proof["certificate"]
+    return {"before": before, "after": after, "divergence": divergence}, certificate
 
 
 def _speed(proof: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from ..evaluation.memory import weight_bytes
 from ..evaluation.perplexity import Perplexity
 from ..evaluation.proof_streamed import too_large
 from ..evaluation.reference import write_reference
+from ..evaluation.report import write_report
 from ..evaluation.streamed import streamed_logits
 from ..evaluation.texts import check_vocabulary, token_windows
+from ..runtime.artifact import REPORT
 from ..runtime.chat import context_length
 from ..runtime.memory import available_memory
 from .artifact import Artifact
@@ -32,6 +34,7 @@ from .gates import describe as describe_gate
 from .gates import judge
 from .manifest import GateRecord, Manifest, Note, PassRecord, SourceRecord, hash_files
 from .measure import prove_and_compare, source_figures
+from .memory_timeline import MemoryTimeline
 from .model import LoadedModel, SourceIdentity
 from .pass_runner import PassRunner, materialize
 from .planning import Plan, make_plan
@@ -54,6 +57,7 @@ class Settings:
     cache_folder: Path = field(default_factory=Path)
     cache_limit: int = 20 * 2**30
     listener: Listener = silent
+    report: bool = True
 
 
 class Run:
@@ -65,6 +69,7 @@ class Run:
         self.records: list[PassRecord] = []
         self.notes: list[dict[str, str]] = []
         self.calibrated = False
+        self.memory = MemoryTimeline()
 
     def execute(self) -> Artifact:
         """Raises UsageError before anything is loaded where the request is wrong, RunError where the run fails,
@@ -72,7 +77,8 @@ class Run:
         """
         self._emit("run_started", data={"model": self.source.id, "recipe": self.recipe.name})
         try:
-            artifact = self._execute()
+            with self.memory:
+                artifact = self._execute()
         except LlmoptError as error:
             self._emit("run_failed", message=str(error))
             raise
@@ -222,16 +228,28 @@ class Run:
                 before, self.info, temporary, reference, self.recipe
             )
         manifest.gates = judge(self.recipe.gates, manifest.measured)
-        manifest.notes = [Note(**note) for note in self.notes]
-        manifest.write(temporary)
         failed = [gate for gate in manifest.gates if not gate.passed]
         if failed and not self.settings.keep_failed:
             self._gate_error(failed, temporary, kept=None)
+        manifest.timeline = self.memory.result()
+        manifest.notes = [Note(**note) for note in self.notes]
+        if self.settings.report:
+            self._draw(manifest, temporary)
+        manifest.write(temporary)
         fsync_tree(temporary)
         replace_folder(temporary, out, force=self.settings.force)
         if failed:
             self._gate_error(failed, out, kept=out)
         return Artifact(out, manifest)
+
+    def _draw(self, manifest: Manifest, folder: Path) -> None:
+        """Write the artifact's report; where that cannot be, a note says why: the artifact is none the worse."""
+        with self._stage("report"):
+            try:
+                write_report("artifact", manifest.model_dump(mode="json"), folder / REPORT)
+            except Exception as error:
+                self._note("report", f"no report was written: {error}")
+                manifest.notes.append(Note(**self.notes[-1]))  # type: ignore[arg-type]
 
     def _manifest(
         self, folder: Path, details: dict[str, Any], runtime: RuntimeSpec, calibration: Calibration
@@ -275,7 +293,8 @@ class Run:
     def _stage(self, name: str, **data: Any) -> Iterator[None]:
         start = time.perf_counter()
         self._emit("stage_started", name, data=data)
-        yield
+        with self.memory.stage(name):
+            yield
         self._emit("stage_finished", name, data={"seconds": round(time.perf_counter() - start, 3)})
 
 

@@ -13,6 +13,8 @@ from ..optimizer.runtime_spec import RuntimeSpec
 from .weight_files import confined, read_json
 
 MANIFEST = "llmopt.json"
+REPORT = "report.html"
+"""A picture of the manifest, which may be drawn anew at any time: no hash covers it, and nothing reads it."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ SOURCES = (
     "gptq_format.py", "kernels/gptq_linear.py", "tokenizer_files.py", "kernels/recognize.py", "kernels/proof.py",
 )  # fmt: skip
 """Code whose change makes earlier records useless."""
-IGNORED = {"llmopt.json", "readme.md", "license", "license.txt", ".gitattributes"}
+IGNORED = {"llmopt.json", "report.html", "readme.md", "license", "license.txt", ".gitattributes"}
 """Files of a model folder that nothing in a record depends on."""
 HASHED_BYTES = 64 * 2**20
 """Larger files, and weights, are told apart by size, times and inode where the manifest has not vouched for them."""

@@ -21,7 +21,7 @@ QUANTIZE = {"quantize": {"method": "gptq", "bits": 4, "group_size": 32, "symmetr
 
 def run(model, passes, out, **more):
     """The whole pipeline on little text."""
-    settings = {"evaluate": EVALUATE, "calibration": CALIBRATION, **more}
+    settings = {"evaluate": EVALUATE, "calibration": CALIBRATION, "report": False, **more}
     return llmopt.optimize(model, passes=passes, out=out, **settings)
 
 

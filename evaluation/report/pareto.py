@@ -11,9 +11,11 @@ from .values import number, percent, short, size, times
 
 @dataclass(frozen=True)
 class Objective:
-    """A figure to compare by. place: its keys in `measured`; more: whether more is better; show: how it is written."""
+    """A figure to compare by. brief: a narrow column's head; place: its keys in `measured`; more: whether more is
+    better; show: how it is written."""
 
     name: str
+    brief: str
     title: str
     place: tuple[str, str]
     more: bool
@@ -27,13 +29,15 @@ class Objective:
 OBJECTIVES = {
     found.name: found
     for found in (
-        Objective("size", "size on disk", ("after", "disk_bytes"), False, size),
-        Objective("memory", "weights in memory", ("after", "memory_bytes"), False, size),
-        Objective("kl", "mean KL, nats a token", ("divergence", "mean_kl"), False, short),
-        Objective("perplexity", "perplexity", ("after", "perplexity"), False, short),
-        Objective("top1", "same top token", ("divergence", "top1_agreement"), True, lambda value: percent(value, 2)),
-        Objective("speed", "decode speed ÷ source's", ("divergence", "decode_speedup"), True, times),
-        Objective("tokens", "decode speed, tok/s", ("after", "decode_tokens_per_second"), True, short),
+        Objective("size", "size", "size on disk", ("after", "disk_bytes"), False, size),
+        Objective("memory", "memory", "weights in memory", ("after", "memory_bytes"), False, size),
+        Objective("kl", "mean KL", "mean KL, nats a token", ("divergence", "mean_kl"), False, short),
+        Objective("perplexity", "perplexity", "perplexity", ("after", "perplexity"), False, short),
+        Objective(
+            "top1", "top-1", "same top token", ("divergence", "top1_agreement"), True, lambda value: percent(value, 2)
+        ),
+        Objective("speed", "speed", "decode speed ÷ source's", ("divergence", "decode_speedup"), True, times),
+        Objective("tokens", "tok/s", "decode speed, tok/s", ("after", "decode_tokens_per_second"), True, short),
     )
 }
 DEFAULT = ("size", "kl", "speed")

@@ -34,6 +34,7 @@ def source_options(function: Any) -> Any:
 @click.option("--cache/--no-cache", default=True, help="Reuse and keep results of completed passes.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the cache.")
 @click.option("--cache-limit", default="20GB", show_default=True, help="Greatest size of the pass cache.")
+@click.option("--report/--no-report", default=True, help="Write report.html into the artifact (extra `report`).")
 @click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
 @click.option("--max-memory", metavar="SIZE", help="Memory that the run may take, such as 8GB (`--set max_memory=…`).")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads that torch uses.")
@@ -49,11 +50,13 @@ def optimize(
     cache: bool,
     cache_dir: Path | None,
     cache_limit: str,
+    report: bool,
     log: str,
     max_memory: str | None,
     threads: int | None,
 ) -> None:
     """Run a recipe over a model and write an artifact that has proved itself."""
+    from ...runtime.artifact import REPORT
     from ..api import optimize as run
     from .progress import listener
     from .tables import before_after, shares_table
@@ -79,6 +82,7 @@ def optimize(
                 cache=cache,
                 cache_folder=cache_dir,
                 cache_limit=limit,
+                report=report,
                 listener=listen,
             )
     except GateError as error:
@@ -86,6 +90,8 @@ def optimize(
         raise
     before_after(artifact.manifest)
     click.echo(f"Artifact: {artifact.path}")
+    if (artifact.path / REPORT).is_file():
+        click.echo(f"Report: {artifact.path / REPORT}")
 
 
 @click.command()

@@ -14,6 +14,7 @@ TITLES = {
     "reference": "measuring the source",
     "huggingface": "writing the artifact",
     "prove": "reopening it in a fresh process and measuring it",
+    "report": "drawing the report",
     "attribution": "finding the layers that hurt",
     "open": "opening the models",
     "text": "scoring the text",
