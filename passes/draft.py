@@ -31,7 +31,8 @@ class Draft(Pass):
     Changes no weights. `ngram` proposes what followed the last tokens earlier in the text (prompt lookup, Saxena 2023),
     `suffix` what followed the text's longest suffix that occurred before, `model` lets a second, smaller model propose
     (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; its tokenizer must be the model's own), `layer_skip` the
-    model's own layers in part (Zhang et al. 2023, https://arxiv.org/abs/2309.08168). `auto` takes the fastest of all
+    model's own layers in part (Zhang et al. 2023, https://arxiv.org/abs/2309.08168). With `distill` the second model is
+    made here (`draft_distill.py`). `auto` takes the fastest of all
     that the model allows. What would slow the user down is refused with the figures, unless `force` is set.
     """
 
@@ -59,6 +60,14 @@ class Draft(Pass):
         )
         model: str | None = Field(None, description="Draft model for kind `model`: folder, hub id or short name.")
         revision: str | None = Field(None, description="Revision of the draft model on the hub.")
+        distill: bool = Field(
+            False,
+            description="Make the draft model for kind `model`: some of the model's layers, trained on what it writes.",
+        )
+        minutes: float = Field(10.0, gt=0, description="Time for `distill`.")
+        distill_layers: int | None = Field(
+            None, ge=1, description="Layers of the draft model that `distill` makes; none: a tenth of the model's."
+        )
         measure: bool = Field(True, description="Measure on this machine; without it nothing can be refused.")
         min_speedup: float = Field(
             1.0, ge=0, description="Least speed-up over plain decoding; below it by more than its error is a refusal."
@@ -78,8 +87,16 @@ class Draft(Pass):
 
         @model_validator(mode="after")
         def _possible(self) -> Draft.Config:
-            if self.kind == "model" and not self.model:
-                raise ValueError("kind: model needs `model`, the draft model's folder, hub id or short name")
+            if self.kind == "model" and not self.model and not self.distill:
+                raise ValueError(
+                    "kind: model needs `model`, the draft model's folder, hub id or short name, or `distill: true`"
+                )
+            if self.distill and (self.model or self.kind not in ("model", "auto")):
+                raise ValueError(
+                    "`distill` makes the draft model of kind: model (or auto), which then needs no `model`"
+                )
+            if not self.distill and {"minutes", "distill_layers"} & self.model_fields_set:
+                raise ValueError("`minutes` and `distill_layers` belong to `distill: true`")
             if self.kind not in ("model", "auto") and (self.model or self.revision):
                 raise ValueError(f"`model` and `revision` belong to kind: model, not to kind: {self.kind}")
             for option in ("max_ngram", "history", "layers"):
@@ -103,12 +120,24 @@ class Draft(Pass):
                 notes.append(f"draft model: {source.id}, same tokenizer")
             except LlmoptError as error:
                 refusals.append(str(error))
+        if self.config.distill:
+            refusals += self._undistillable(info)
         return PlanItem(
             summary=f"speculative decoding with {self._description(self.config.kind)}",
             refusals=refusals,
             notes=notes,
             runtime={"draft": {"kind": self.config.kind, "model": self.config.model}},
+            seconds=60 * self.config.minutes if self.config.distill else 0.0,
         )
+
+    def _undistillable(self, info: ModelInfo) -> list[str]:
+        from .draft_student import layers_of
+
+        try:
+            layers_of(info.skeleton)
+        except RunError as error:
+            return [str(error)]
+        return []
 
     def run(self, model: LoadedModel, context: Context) -> PassReport:
         """Measure and write the specification.
@@ -119,23 +148,42 @@ class Draft(Pass):
         source = self._source() if self.config.model else None
         if source is not None:
             self._check(source, model.source.folder, model.trust_remote_code)
-        specs = self._specs(source)
         details: dict[str, Any] = {}
-        spec, words = specs[0], ""
-        if self.config.measure:
-            with weights_in_memory(model) as reason:
-                if reason is None:
-                    best = self._choose(model, context, specs, source, details)
-                    spec, words = best.spec, f" ({best})"
-                elif self.config.kind in ("ngram", "suffix", "model"):
-                    context.note("note", f"drafts were not measured: {reason}")
-                else:
-                    raise RunError(f"kind: {self.config.kind} is chosen by measurement, but {reason}", self.name)
+        with weights_in_memory(model) as reason:
+            if self.config.distill:
+                if reason is not None:
+                    raise RunError(f"a draft model cannot be distilled: {reason}", self.name)
+                source = self._distilled(model, context, details)
+            specs = self._specs(source)
+            spec, words = specs[0], ""
+            if self.config.measure and reason is None:
+                best = self._choose(model, context, specs, source, details)
+                spec, words = best.spec, f" ({best})"
+            elif self.config.measure and self.config.kind in ("ngram", "suffix", "model"):
+                context.note("note", f"drafts were not measured: {reason}")
+            elif self.config.measure:
+                raise RunError(f"kind: {self.config.kind} is chosen by measurement, but {reason}", self.name)
         model.runtime.draft = spec
+        known = spec.model_dump(exclude_none=True)
+        if self.config.distill and spec.kind == "model":
+            known["model"] = "draft"  # the folder in the artifact
         return PassReport(
-            f"speculative decoding with {self._description(spec.kind)}{words}",
-            details={**spec.model_dump(exclude_none=True), **details},
+            f"speculative decoding with {self._description(spec.kind)}{words}", details={**known, **details}
         )
+
+    def _distilled(self, model: LoadedModel, context: Context, details: dict[str, Any]) -> SourceIdentity:
+        """The draft model that is made of the model, in the cache."""
+        from ..optimizer.sources import resolve
+        from .draft_distill import Distillation, folder_of
+        from .draft_measure import take_prompts, target_runner
+
+        options = self.config.model_dump(include={"minutes", "distill_layers", "prompts", "num_prompts"})
+        held_out = take_prompts(model, context, self.config.prompts, self.config.num_prompts)
+        folder = folder_of(model, context, {**options, "calibration": context.calibration.source.identity()})
+        making = Distillation(model, context, folder, self.config.minutes, self.config.distill_layers, held_out)
+        with target_runner(model) as runner:
+            details["distillation"] = making.run(runner)
+        return resolve(folder / "draft")
 
     def _choose(
         self,
@@ -222,7 +270,7 @@ class Draft(Pass):
             if kind == "layer_skip":
                 spec.layers = config.layers
             if kind == "model" and source is not None:
-                spec.model = config.model if source.kind == "hub" else str(source.folder)
+                spec.model = source.id if source.kind == "hub" else str(source.folder)
                 spec.sha256, spec.revision = source.sha256, source.revision
             specs.append(spec)
         return specs
@@ -232,7 +280,7 @@ class Draft(Pass):
         sources = {
             "ngram": f"n-grams of up to {self.config.max_ngram}",
             "suffix": "the text's repeated suffixes",
-            "model": str(self.config.model),
+            "model": "a part of the model, distilled" if self.config.distill else str(self.config.model),
             "layer_skip": "a part of the model's own layers",
             "auto": "the fastest source",
         }
