@@ -129,7 +129,11 @@ def _carry_draft(model: LoadedModel, directory: Path) -> None:
     from ..optimizer.sources import model_files
 
     draft = model.runtime.draft
-    if draft.kind != "model" or not draft.model or not Path(draft.model).is_dir():
+    if draft.kind != "model" or not draft.model:
+        return
+    if not Path(draft.model).is_dir():
+        if Path(draft.model).is_absolute():  # a cached pass result that has outlived what it names
+            raise RunError("the draft model is not there any more", draft.model, "Run again with --no-cache.")
         return
     (directory / "draft").mkdir()
     for file in model_files(Path(draft.model)):
