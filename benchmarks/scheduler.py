@@ -1,7 +1,9 @@
 """Scheduler time per step against the number of running requests: `python benchmarks/scheduler.py`.
 
-No model: a step's result is one made-up token per row. Prints a table; --output writes the figures as JSON, --plot
-draws them as an SVG.
+No model: a step's result is one made-up token per row, and with `--drafts k` k more: all drafts are accepted, or, with
+`--accept mixed`, 1, 2, 3 or 5 tokens are gained of 1 + 4. `--pressed` leaves no KV blocks but those in hand: an n-gram
+drafter is asked in each step as the engine asks it (that time is in `draft us`), and must make none. Prints a table;
+--output writes the figures as JSON, --plot draws them as an SVG.
 Times are microseconds of the thread's CPU time in schedule() and commit() (a busy machine counts less so), median
 and 99th percentile over the steps after warm-up, garbage collection left on.
 """
@@ -16,13 +18,29 @@ import random
 import statistics
 import time
 
+from llmopt.runtime.engine.draft_costs import StepCosts
+from llmopt.runtime.engine.draft_lookup import LookupSource
+from llmopt.runtime.engine.draft_speculator import Speculator
+from llmopt.runtime.engine.drafting import propose
 from llmopt.runtime.engine.request import Request
 from llmopt.runtime.engine.scheduler import Scheduler
 from llmopt.runtime.engine.scheduler_config import SchedulerConfig
 
 
-def measure(num_seqs: int, context: int, steps: int, drafts: int, block_size: int = 16) -> dict[str, float]:
-    """Decode `steps` steps with `num_seqs` running requests of about `context` tokens each."""
+def measure(
+    num_seqs: int,
+    context: int,
+    steps: int,
+    drafts: int,
+    block_size: int = 16,
+    mixed: bool = False,
+    pressed: bool = False,
+) -> dict[str, float]:
+    """Decode `steps` steps with `num_seqs` running requests of about `context` tokens each.
+
+    mixed: some drafts are rejected. pressed: the pool has no block beyond those of the steps themselves and the
+    watermark. Raises RuntimeError where drafts are made all the same.
+    """
     rng = random.Random(0)
     length = context + steps * (1 + drafts) + 64
     blocks = num_seqs * (length // block_size + 2)
@@ -37,26 +55,37 @@ def measure(num_seqs: int, context: int, steps: int, drafts: int, block_size: in
     while scheduler.num_waiting or any(r.num_tokens - r.num_computed > 1 for r in scheduler.running):
         plan = scheduler.schedule()
         scheduler.commit(plan, [(1,) if row.num_logits else () for row in plan.rows])
-    schedule_us, commit_us = [], []
+    schedule_us, commit_us, draft_us = [], [], []
+    drafter = Speculator(LookupSource("ngram"), None, CPU)
     for step in range(steps):
-        if drafts:
+        began = time.thread_time()
+        if pressed:
+            scheduler.watermark = scheduler.pool.num_free
+            propose(drafter, scheduler)
+            if any(request.drafts for request in scheduler.running):
+                raise RuntimeError("drafts are made although no block is free")
+        elif drafts:
             for request in scheduler.running:
                 request.drafts = (2,) * drafts
         started = time.thread_time()
         plan = scheduler.schedule()
         planned = time.thread_time()
-        tokens = [tuple(range(row.num_logits)) for row in plan.rows]
+        tokens = [
+            tuple(range(min(row.num_logits, rng.choice(GAINS)) if mixed else row.num_logits)) for row in plan.rows
+        ]
         ready = time.thread_time()
         scheduler.commit(plan, tokens)
         ended = time.thread_time()
         if step >= steps // 10:
             schedule_us.append((planned - started) * 1e6)
             commit_us.append((ended - ready) * 1e6)
-    total = sorted(a + b for a, b in zip(schedule_us, commit_us))
+            draft_us.append((started - began) * 1e6 if pressed else 0.0)
+    total = sorted(map(sum, zip(schedule_us, commit_us, draft_us)))
     return {
         "running": num_seqs,
         "context": context,
         "drafts": drafts,
+        "draft_us": statistics.median(draft_us),
         "schedule_us": statistics.median(schedule_us),
         "commit_us": statistics.median(commit_us),
         "total_us": statistics.median(total),
@@ -64,6 +93,10 @@ def measure(num_seqs: int, context: int, steps: int, drafts: int, block_size: in
     }
 
 
+GAINS = (1, 1, 2, 3, 5)
+"""Tokens that a verified row of four drafts gains in turn by chance."""
+CPU = StepCosts((1, 8, 24, 48), (9e-3, 11e-3, 22e-3, 42e-3))
+"""Steps of a small model on two cores."""
 COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7a4f9e", "#b8860b", "#444444")
 
 
@@ -109,22 +142,23 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32, 128, 256, 512, 1000, 2000])
     parser.add_argument("--context", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4])
+    parser.add_argument("--accept", choices=("all", "mixed"), default="all", help="what becomes of the drafts")
+    parser.add_argument("--pressed", action="store_true", help="no KV blocks to spare, and a drafter that is asked")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", help="write the figures to this JSON file")
     parser.add_argument("--plot", help="draw the medians into this SVG file")
     args = parser.parse_args()
     rows = []
-    columns = ("running", "context", "drafts", "schedule us", "commit us", "total us", "p99 us")
+    columns = ("running", "context", "drafts", "draft us", "schedule us", "commit us", "total us", "p99 us")
     print(" ".join(f"{name:>12}" for name in columns))
     for context in args.context:
         for drafts in args.drafts:
             for num_seqs in args.running:
-                row = measure(num_seqs, context, args.steps, drafts)
+                mixed = args.accept == "mixed"
+                row = measure(num_seqs, context, args.steps, drafts, mixed=mixed, pressed=args.pressed)
                 rows.append(row)
-                print(
-                    f"{num_seqs:12d} {context:12d} {drafts:12d} {row['schedule_us']:12.1f} {row['commit_us']:12.1f} "
-                    f"{row['total_us']:12.1f} {row['total_p99_us']:12.1f}"
-                )
+                times = ("draft_us", "schedule_us", "commit_us", "total_us", "total_p99_us")
+                print(f"{num_seqs:12d} {context:12d} {drafts:12d} " + " ".join(f"{row[name]:12.1f}" for name in times))
     if args.plot:
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
