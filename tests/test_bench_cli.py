@@ -24,7 +24,20 @@ def bench(*arguments):
 def document(tiny_model, tmp_path_factory):
     """Two targets over one model, two rounds."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
-    sizes = "--rounds 2 --num-prompts 3 --input-len 4-9 --output-len 3-5 --seed 7 --log none".split()
+    sizes = [
+        "--rounds",
+        "2",
+        "--num-prompts",
+        "3",
+        "--input-len",
+        "4-9",
+        "--output-len",
+        "3-5",
+        "--seed",
+        "7",
+        "--log",
+        "none",
+    ]
     assert bench("serve", tiny_model, f"{tiny_model},engine=static,label=static", *sizes, "--request-rate", 200,
                  "--max-concurrency", 2, "--goodput", "ttft:100000", "--json", path) == 0  # fmt: skip
     return json.loads(path.read_text())
@@ -106,7 +119,8 @@ def test_targets_and_their_options():
         (["sweep", "MODEL", "--batch", "1,x"], "--batch"),
         (["latency", "MODEL", "--json", "absent/out.json"], "folder does not exist"),
         (["latency", "MODEL", "--prompts", "absent.jsonl"], "absent.jsonl"),
-        (["--techniques", "MODEL", "latency", "MODEL"], "mode of its own"),
+        (["--techniques", "MODEL", "latency"], "unexpected extra argument"),
+        (["--techniques", "no-such-model"], "no-such-model"),
     ],
 )
 def test_wrong_requests(tiny_model, capsys, arguments, words):

@@ -24,8 +24,8 @@ POOL = 4096
 class Request:
     """One request of a workload."""
 
-    prompt: str | list[dict[str, str]]
-    """Text, or chat messages."""
+    prompt: str | list[dict[str, str]] | list[int]
+    """Text, chat messages, or token ids (for an engine in process)."""
     output_len: int
     """Tokens asked for."""
     prompt_len: int | None = None

@@ -133,12 +133,14 @@ class Server:
             body["seed"] = number
         if self._ignore_eos:
             body["ignore_eos"] = True
+        prompt: Any = request.prompt
+        messages = isinstance(prompt, list) and isinstance(prompt[0], dict)
         if self.endpoint == "chat":
-            chat = request.prompt if isinstance(request.prompt, list) else [{"role": "user", "content": request.prompt}]
+            chat = prompt if messages else [{"role": "user", "content": prompt}]
             return {**body, "messages": chat, "max_completion_tokens": request.output_len, **self._extra}
-        if not isinstance(request.prompt, str):
+        if messages:
             raise UsageError("a chat is no prompt for completions", f"request {number}", "Use --endpoint chat.")
-        return {**body, "prompt": request.prompt, "max_tokens": request.output_len, **self._extra}
+        return {**body, "prompt": prompt, "max_tokens": request.output_len, **self._extra}
 
     async def _one(self, session: Any, body: dict[str, Any], record: RequestRecord, start: float) -> None:
         """Send one request and note what comes. Raises what aiohttp raises, ValueError where it is not the protocol."""

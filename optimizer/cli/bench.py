@@ -61,22 +61,35 @@ common = [
 ]  # fmt: skip
 
 
-@click.group("bench", invoke_without_command=True, subcommand_metavar="MODE TARGET...")
-@click.option("--techniques", metavar="MODEL", help="The table of techniques on one model (docs/techniques.md).")
+class Modes(click.Group):
+    """The modes in the order in which they are written; `--techniques MODEL` is the mode of that name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        parts = [part for arg in args for part in _split(arg)]
+        if "--techniques" in parts:
+            at = parts.index("--techniques")
+            parts = ["techniques", *parts[:at], *parts[at + 1 :]]
+        return super().parse_args(ctx, parts)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def _split(argument: str) -> list[str]:
+    name, equals, value = argument.partition("=")
+    return [name, value] if equals and name == "--techniques" else [argument]
+
+
+@click.group("bench", cls=Modes, invoke_without_command=True, subcommand_metavar="MODE TARGET...")
 @click.pass_context
-def bench(context: click.Context, techniques: str | None) -> None:
+def bench(context: click.Context) -> None:
     """Measure speed, latency and memory of models, artifacts and servers side by side.
 
     A TARGET is a folder, hub id or short name, perhaps with options of `llmopt.load` (my-int4,activation=int8,label=A),
     or the URL of a server that speaks OpenAI's API. docs/bench.md defines every figure.
     """
     if context.invoked_subcommand is None:
-        if techniques is None:
-            raise UsageError(
-                "no mode is named", "bench", "Use latency, throughput, serve, sweep, or --techniques MODEL."
-            )
-    elif techniques is not None:
-        raise UsageError("--techniques is a mode of its own", "bench", "Leave the other one out.")
+        raise UsageError("no mode is named", "bench", f"Use one of {', '.join(bench.commands)}.")
 
 
 @bench.command()
@@ -117,6 +130,54 @@ def sweep(batch: str, context: str, **options: Any) -> None:
     """Every batch size with every context length."""
     sizes = {"batches": _numbers(batch, "--batch"), "contexts": _numbers(context, "--context")}
     _run("sweep", sizes=sizes, **options)
+
+
+@bench.command()
+@click.argument("model")
+@click.option("--num-prompts", type=click.IntRange(1), default=16, show_default=True, metavar="N", help="Requests.")
+@click.option("--input-len", default="32-256", show_default=True, metavar="N|A-B", help="Tokens of each prompt.")
+@click.option("--output-len", default="16-96", show_default=True, metavar="N|A-B", help="Tokens of each answer.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Requests of a batch.")
+@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Of all rows, in turn.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
+@click.option("--num-threads", type=click.IntRange(1), metavar="N", help="Threads of each row.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model's folder carries.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="The picture, an SVG file.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write it all here.")
+@click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
+def techniques(
+    model: str, input_len: str, output_len: str, plot: Path | None, json_file: Path | None, log: str, **settings: Any
+) -> None:
+    """What each technique brings on one model: also `--techniques MODEL`.
+
+    A row each, in a process of its own, on the same prompts: time, speed-up, memory, quality. Artifacts are made by the
+    shipped recipes int8 and int4-flash at the first call and kept in the cache. docs/techniques.md explains the rows.
+    """
+    from ...evaluation.bench.lengths import Lengths
+    from ..techniques import TechniqueSettings, compare_techniques
+    from .bench_techniques import draw, require_charts, show
+    from .progress import listener
+
+    chosen = TechniqueSettings(
+        input_len=Lengths.parse(input_len, "--input-len"),
+        output_len=Lengths.parse(output_len, "--output-len"),
+        **settings,
+    )
+    check_file(json_file)
+    check_file(plot, "--plot")
+    if plot is not None:
+        require_charts()
+    with listener(log) as listen:
+        data = compare_techniques(model, chosen, listen)
+    write(json_file, data)
+    show(data)
+    if plot is not None:
+        draw(plot, data)
+    for written in (json_file, plot):
+        if written is not None:
+            click.echo(f"Written: {written}")
 
 
 def _run(
@@ -173,10 +234,10 @@ def _run(
                 raise RunError("every request failed", result["target"])
 
 
-def check_file(path: Path | None) -> None:
+def check_file(path: Path | None, option: str = "--json") -> None:
     """Raise UsageError before the run for a file that could not be written after it."""
     if path is not None and path.is_dir():
-        raise UsageError("is a folder; --json names a file", str(path))
+        raise UsageError(f"is a folder; {option} names a file", str(path))
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError("its folder does not exist", str(path))
 
