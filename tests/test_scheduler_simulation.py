@@ -72,7 +72,8 @@ class Simulation:
         return next_token(tokens)
 
     def prepare(self, plan):
-        """Before a plan is executed."""
+        """Before a plan is executed; False where it is void."""
+        return True
 
     def write(self, row):
         for i, token in enumerate(row.token_ids):
@@ -163,7 +164,8 @@ class Simulation:
         if not plan.rows:
             assert not self.scheduler.requests
             return
-        self.prepare(plan)
+        if not self.prepare(plan):
+            return
         gained = self.execute(plan)
         if self.rng.random() < 0.1:
             return  # the step failed before its commit: nothing may have changed

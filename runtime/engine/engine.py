@@ -19,6 +19,7 @@ from ...optimizer.errors import RunError, UsageError
 from .drafting import forget, observe, propose, timed
 from .intake import Intake
 from .metrics import EngineMetrics, RateWindow
+from .offload import OffloadScheduler, run_swaps
 from .outputs import RequestOutput
 from .plan import Row, StepPlan
 from .protocols import Drafter, ModelRunner
@@ -129,6 +130,7 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """A snapshot; reading it from another thread is safe and at most one step old."""
         scheduler, pool = self.scheduler, self.scheduler.pool
+        host = scheduler.host if isinstance(scheduler, OffloadScheduler) else None
         return replace(
             self._counters,
             request_success_total=dict(self._counters.request_success_total),
@@ -139,6 +141,7 @@ class Engine:
             num_requests_waiting=scheduler.num_waiting,
             num_requests_running=len(scheduler.running),
             kv_cache_usage_perc=1 - pool.num_free / pool.num_blocks,
+            kv_host_usage_perc=0.0 if host is None else 1 - len(host.free) / host.num_blocks,
             prefix_cache_queries_total=scheduler.prefix_queries,
             prefix_cache_hits_total=scheduler.prefix_hits,
             num_preemptions_total=scheduler.num_preemptions,
@@ -183,8 +186,15 @@ class Engine:
             if scheduler.has_work:
                 raise RunError("nothing can run although requests are there", where="scheduler")
             return
+        offloaded = scheduler if isinstance(scheduler, OffloadScheduler) else None
+        if offloaded is not None and (plan.swap_out or plan.swap_in):
+            if not run_swaps(self.runner, offloaded, plan, counters, self.clock):
+                return
+            planned = self.clock()
         survived, logits, culprits = execute_surviving(self.runner, plan)
         executed = self.clock()
+        if offloaded is not None:
+            offloaded.costs.saw_step(plan, executed - planned)
         for row, error in culprits:
             self._finish(scheduler.requests[row.request_id], "error", outputs, error)
         if logits is None:

@@ -49,6 +49,7 @@ class FakeRunner:
         vocab_size: int = 64,
         max_model_len: int = 128,
         fault: Callable[[Row], Exception | None] | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
@@ -58,6 +59,17 @@ class FakeRunner:
         self.closed = False
         self._tokens = np.full(num_blocks * block_size, -1, np.int64)
         self._positions = np.full(num_blocks * block_size, -1, np.int64)
+        self.num_host_blocks, self.swap_seconds = num_host_blocks, 0.0
+        self._host = np.full((2, num_host_blocks, block_size), -1, np.int64)
+
+    def swap(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> None:
+        """See `ModelRunner`."""
+        for number, slots in enumerate((self._tokens, self._positions)):
+            blocks = slots.reshape(self.num_blocks, self.block_size)
+            for block, place in out:
+                self._host[number, place] = blocks[block]
+            for block, place in back:
+                blocks[block] = self._host[number, place]
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         import torch

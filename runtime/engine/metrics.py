@@ -19,6 +19,13 @@ class EngineMetrics:
     """Tokens looked up in the prefix cache by admissions, and those found."""
     prefix_cache_hits_total: int = 0
     num_preemptions_total: int = 0
+    kv_blocks_swapped_out_total: int = 0
+    """Blocks of preempted requests copied to host memory, and back."""
+    kv_blocks_swapped_in_total: int = 0
+    kv_swap_failures_total: int = 0
+    """Copies that raised; after the first nothing is copied any more."""
+    kv_host_usage_perc: float = 0.0
+    """Share of the host blocks that preempted requests hold, 0 … 1."""
     prompt_tokens_total: int = 0
     """Tokens of prompts that were run or found in the cache."""
     generation_tokens_total: int = 0

@@ -45,7 +45,11 @@ class StepPlan:
 
     rows: tuple[Row, ...]
     preempted: tuple[int, ...] = field(default=())
-    """Requests that lost their blocks in this step, and will be recomputed."""
+    """Requests that lost their blocks in this step, and will be recomputed, or copied back."""
+    swap_out: tuple[tuple[int, int], ...] = field(default=())
+    """(block, host block): copies to make before anything is written, see `offload.py`."""
+    swap_in: tuple[tuple[int, int], ...] = field(default=())
+    """(block, host block): copies to make after those, before the step is run."""
 
     @property
     def total_tokens(self) -> int:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ModelRunner(Protocol):
-    """Runs one flat, unpadded batch `[1, total_tokens]` over a paged KV pool of `num_blocks` blocks."""
+    """Runs one flat, unpadded batch `[1, total_tokens]` over a paged KV pool of `num_blocks` blocks.
+
+    A runner may also have `sliding` (the `Sliding` mask that it applies), or `num_host_blocks`, `swap_seconds` (of one
+    block in one direction) and `swap(out, back)`, which copies pairs (block, host block) out of the pool, then back.
+    """
 
     block_size: int
     """Tokens a block holds."""

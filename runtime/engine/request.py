@@ -65,6 +65,8 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens of the prompt that the first admission found in the prefix cache."""
     num_preemptions: int = 0
+    swapped: Any = None
+    """What a preempted request has in host memory (`offload.Swapped`)."""
     num_prompt_logprobs: int = 0
     """Prompt positions whose logprobs have been delivered (position 0 has none)."""
 

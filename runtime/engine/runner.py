@@ -21,12 +21,14 @@ from ..kernels.kv_format import cache_dtype, cache_dtype_name, format_of
 from .plan import Row, StepPlan
 from .runner_inputs import BatchBuilder, StepTensors, to_device
 from .runner_memory import blocks_for
+from .runner_offload import host_blocks
 from .runner_sliding import sliding_layers, sliding_note, sliding_of, useful_blocks
 
 if TYPE_CHECKING:
     import torch
 
     from ..kernels.linear_dispatch import Installed
+    from .runner_offload import HostBlocks, Pairs
 
 LINEARS = ("plain", "measured", "measured-int8")
 UNBOUNDED_LEN = 1 << 20
@@ -64,6 +66,7 @@ class EagerRunner:
     kv_dtype: the pool's: `auto` (the activations'), a dtype or its name, or the name of a quantized format
         (`kernels/kv_format.py`).
     kv_sinks, kv_window: a sliding cache (`sliding.py`): the first and the last tokens that are kept; window None: all.
+    offload_gib: host memory for preempted requests (`offload.py`), GiB.
     block_size: tokens a block; None lets the attention backend choose.
     num_blocks, kv_cache_memory (bytes), memory_utilization: size of the pool, see `blocks_for`.
     max_model_len: longest request; None is the model's own limit.
@@ -94,6 +97,7 @@ class EagerRunner:
         kv_dtype: torch.dtype | str | None = None,
         kv_sinks: int = 0,
         kv_window: int | None = None,
+        offload_gib: float = 0.0,
         linears: str = "plain",
         self_check: bool = True,
     ) -> None:
@@ -110,6 +114,7 @@ class EagerRunner:
         self._before = model.config._attn_implementation
         self._frozen_rope: list[tuple[Any, Any]] = []
         self._pool: KVPool | None = None
+        self._host: HostBlocks | None = None
         self._linears: Installed | None = None
         was_training = model.training
         model.eval()
@@ -146,6 +151,9 @@ class EagerRunner:
                 warm_up=lambda: self._warm_up(pool_dtype, max_num_batched_tokens),
             )
             self._allocate(self.num_blocks, pool_dtype)
+            self._host = host_blocks(self.pool.tensors, offload_gib, self.sliding)
+            self.num_host_blocks = 0 if self._host is None else self._host.count
+            self.swap_seconds = 0.0 if self._host is None else self._host.seconds_per_block
             self.self_check_error: float | None = None
             if self_check:
                 from .runner_check import self_check as check
@@ -237,9 +245,14 @@ class EagerRunner:
         gathered = gather_slots(step.batch, self.block_size) if self._gathers else None
         return StepCache(self._layers, pool.tensors, step.batch.slots, offsets, gathered)
 
+    def swap(self, out: Pairs, back: Pairs) -> None:
+        """See `ModelRunner`."""
+        if self._host is not None:
+            self._host.swap(out, back)
+
     def close(self) -> None:
         """Free the pool and give the model its own attention back. Safe to call twice."""
-        self._pool = None
+        self._pool = self._host = None
         if self._linears is not None:
             self._linears.remove()
         if self._before is not None:

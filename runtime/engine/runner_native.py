@@ -17,12 +17,14 @@ from .plan import Row, StepPlan
 from .runner import longest_request
 from .runner_inputs import BatchBuilder
 from .runner_memory import DEFAULT_CPU_BYTES
+from .runner_offload import host_blocks
 from .runner_sliding import reach, sliding_note, sliding_of, useful_blocks
 
 if TYPE_CHECKING:
     import torch
 
     from ..kernels.decoder import FusedDecoder
+    from .runner_offload import Pairs
 
 LIST_ROWS = 16
 """Most rows of a decode plan that plain lists lay out faster than numpy does."""
@@ -78,6 +80,7 @@ class NativeRunner:
     `prove`.
     kv_sinks, kv_window: a sliding cache (`sliding.py`): the first and the last tokens that are kept; window None: all.
         `rounding="auto"` is then `none`, too.
+    offload_gib: host memory beside the pool for preempted requests (`offload.py`), GiB.
     block_size: a multiple of 32. num_blocks, or else kv_cache_memory (bytes; 1 GiB where neither is given), sizes the
     pool; never more than `max_num_seqs` requests of `max_model_len` could fill.
     kv_dtype: `auto` (float32 for a float32 model, else bfloat16), `bfloat16`, `float32`, or the name of a quantized
@@ -108,6 +111,7 @@ class NativeRunner:
         kv_dtype: torch.dtype | str | None = None,
         kv_sinks: int = 0,
         kv_window: int | None = None,
+        offload_gib: float = 0.0,
         self_check: bool = True,
     ) -> None:
         import torch
@@ -156,6 +160,9 @@ class NativeRunner:
             for number, window in enumerate(windows):
                 self.decoder.set_window(number, *reach(window, self.sliding))
             self.notes.append(sliding_note(self.sliding, self.block_size, self.max_model_len, windows))
+        self._host = host_blocks(self.decoder.kv_cache, offload_gib, self.sliding)
+        self.num_host_blocks = 0 if self._host is None else self._host.count
+        self.swap_seconds = 0.0 if self._host is None else self._host.seconds_per_block
         self._builder = BatchBuilder(self.block_size, self.num_blocks)
         self._logits = torch.empty(0, self.vocab_size)
         self._closed = False
@@ -234,9 +241,15 @@ class NativeRunner:
         )
         return ids, positions, slots, starts, lengths, torch.from_numpy(block_tables), logit_rows
 
+    def swap(self, out: Pairs, back: Pairs) -> None:
+        """See `ModelRunner`."""
+        if self._host is not None:
+            self._host.swap(out, back)
+
     def close(self) -> None:
         """Free the KV pool. Safe to call twice; the packed weights go with the last reference to the runner."""
         if not self._closed:
             self._closed = True
+            self._host = None
             self.decoder.drop_kv()
             self._logits = self._logits[:0].clone()
