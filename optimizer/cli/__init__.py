@@ -12,7 +12,7 @@ import click
 
 from ... import __version__
 from ..errors import LlmoptError
-from . import bench, catalog, compare, diff, doctor, eval, generate, inspect, optimize, report
+from . import bench, catalog, compare, diff, doctor, eval, generate, inspect, optimize, report, serve
 
 
 class Group(click.Group):
@@ -36,6 +36,7 @@ for command in (
     report.report,
     compare.compare,
     generate.generate,
+    serve.serve,
     eval.evaluate,
     bench.bench,
     diff.diff,
