@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from . import charts
+from . import charts, timeline_chart
 from .examples import pairs
 from .layer_section import layer_section
 from .page import Cell, Chart, Code, Column, Details, Missing, Page, Section, Table, Text, Tile, Tiles, Tone, shorten
@@ -236,7 +236,7 @@ def _timeline(timeline: Any) -> Any:
             str(stage["name"]),
             f"{stage['start']:.1f} s",
             seconds(stage["end"] - stage["start"]),
-            *(size(charts.stage_peak(stage, timeline["times"], values)) for values in series.values()),
+            *(size(timeline_chart.stage_peak(stage, timeline["times"], values)) for values in series.values()),
         ]
         for stage in stages
     ]
@@ -244,7 +244,7 @@ def _timeline(timeline: Any) -> Any:
     columns += [Column(f"{name}, most", True) for name in series]
     peaks = "; ".join(f"{name} {size(max(values))} at most" for name, values in series.items())
     alt = f"Lines of memory over {seconds(timeline['times'][-1])} of the run: {peaks}."
-    svg = draw(charts.memory_timeline({**timeline, "stages": stages}, series), alt)
+    svg = draw(timeline_chart.memory_timeline({**timeline, "stages": stages}, series), alt)
     note = f"Physical memory, sampled every {short(timeline.get('interval'))} s."
     return Chart("Memory over the run", svg, alt, Table("Stages of the run", columns, rows), note)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import charts
+from . import layer_charts
 from .layers import Module, kinds, modules, places, short_kinds
 from .page import Cell, Chart, Column, Details, Missing, Section, Table, Text
 from .svg import draw
@@ -45,8 +45,8 @@ def _errors(found: Sequence[Module], laid: Sequence[Any], names: dict[str, str])
         return Text(
             "Every recorded error of a layer is 0, or lies outside the numbered layers; see the table of all modules."
         )
-    lines = len(names) <= charts.MOST_LINES
-    spec = charts.error_lines(laid, names) if lines else charts.error_map(laid, names)
+    lines = len(names) <= layer_charts.MOST_LINES
+    spec = layer_charts.error_lines(laid, names) if lines else layer_charts.error_map(laid, names)
     top = max(measured, key=lambda module: module.error or 0.0)
     low = min(module.error for module in measured if module.error)
     alt = (
@@ -78,7 +78,12 @@ def _bits(found: Sequence[Module], laid: Sequence[Any], names: dict[str, str]) -
     if outside:
         note += f" {outside} of them lie outside the numbered layers and are in the table of all modules."
     return Chart(
-        "Bits of each layer", draw(charts.bits_map(laid, names), alt), alt, _grid(laid, names, "bits"), note, wide=True
+        "Bits of each layer",
+        draw(layer_charts.bits_map(laid, names), alt),
+        alt,
+        _grid(laid, names, "bits"),
+        note,
+        wide=True,
     )
 
 
