@@ -9,6 +9,8 @@ COLUMNS = (
     "technique", "seconds", "tok/s", "speed-up", "over", "peak MiB", "weights MiB", "perplexity", "mean KL",
     "same answers",
 )  # fmt: skip
+PIPED = 170
+"""Columns where the output is no terminal: all cells fit a line."""
 
 
 def show(data: dict[str, Any]) -> None:
@@ -18,6 +20,8 @@ def show(data: dict[str, Any]) -> None:
     from .tables import console
 
     out = console()
+    if not out.is_terminal:
+        out.width = PIPED
     settings, environment, rows = data["settings"], data["environment"], data["rows"]
     out.print(
         f"{data['model']['id']}: {settings['num_prompts']} prompts of {settings['input_len']} tokens, "
