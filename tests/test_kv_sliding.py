@@ -237,6 +237,25 @@ def test_texts_under_preemption_shared_prefixes_and_drafts(name):
     runner.close()
 
 
+def test_a_draft_model_that_is_behind_the_window_does_not_draft():
+    """What it would have to compute first is gone from the block tables."""
+    from llmopt.runtime.engine.blocks import BlockPool
+    from llmopt.runtime.engine.draft_model import SecondModel
+    from llmopt.runtime.engine.fake_runner import FakeRunner
+    from llmopt.runtime.engine.request import Request
+    from llmopt.runtime.engine.sliding import SlidingTable
+
+    request = Request(0, list(range(1, 31)))
+    request.table = SlidingTable(BlockPool(20, 4), Sliding(2, 6))
+    request.table.grow(8)
+    drafts = SecondModel(FakeRunner(), 64, 100)
+    assert drafts.limit(request) > 0
+    request.table.slide(29)
+    assert request.table.readable_from == 24 and drafts.limit(request) == 0
+    drafts._progress[0].valid = 28
+    assert drafts.limit(request) > 0
+
+
 def test_a_request_longer_than_the_pool_runs_in_a_fixed_number_of_blocks():
     model, sliding = model_of(), Sliding(SINKS, WINDOW)
     most = sliding.most_blocks(8)

@@ -99,6 +99,9 @@ class BlockTable:
 
     __slots__ = ("blocks", "digests", "ids", "num_registered", "pool")
 
+    readable_from = 0
+    """All blocks of the positions from here on are there; earlier ones may be gone (`sliding.py`)."""
+
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.ids: list[int] = []

@@ -176,7 +176,10 @@ class SecondModel(Drafting):
         """Request → tokens of it that the draft model knows; -1 where there is one that it does not."""
 
     def limit(self, request: Request) -> int:
-        """As above; 0 also for a text with ids that only the target has."""
+        """As above; 0 also for a text with ids that only the target has, or whose beginning is gone from the tables
+        (a sliding cache) before the draft model has computed it."""
+        if self.first(request) < request.table.readable_from:
+            return 0
         own = self.runner.vocab_size
         if own < self.vocab_size:
             checked = self._checked.get(request.id, 0)

@@ -56,6 +56,11 @@ class SlidingTable(BlockTable):
         """Blocks from here on have not been given back."""
 
     @property
+    def readable_from(self) -> int:  # type: ignore[override]
+        kept = self.sliding.kept_blocks(self.pool.block_size)
+        return self.first * self.pool.block_size if self.first > kept else 0
+
+    @property
     def num_held(self) -> int:
         return len(self.ids) - self.ids.count(GONE)
 
