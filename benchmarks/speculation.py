@@ -120,16 +120,16 @@ def our_rows(llm: Any, args: argparse.Namespace, batch: int) -> dict[str, Row]:
     return rows
 
 
-def measure(rows: dict[str, Row], given: Texts, args: argparse.Namespace, keep: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(rows: dict[str, Row], given: Texts, new: int, rounds: int, keep: dict[str, Any]) -> list[dict[str, Any]]:
     """One record a row: the medians over the rounds. The first row is what the others are divided by."""
     names, seconds, counts = list(rows), {name: [] for name in rows}, {}  # type: ignore[var-annotated]
     texts: dict[str, Texts] = {}
     for name in names:
         rows[name](given[:1], 4)  # warm
-    for number in range(args.rounds):
+    for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             before, began = jiffies([os.getpid()]), time.perf_counter()
-            texts[name], counts[name] = rows[name](given, args.new)
+            texts[name], counts[name] = rows[name](given, new)
             wall = time.perf_counter() - began
             seconds[name].append(wall)
             keep.setdefault("foreign", []).append(foreign(before, jiffies([os.getpid()]), wall))
@@ -190,6 +190,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a task at batch 1; else the batch size")
     parser.add_argument("--new", type=int, default=128, help="tokens to generate")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-rounds", type=int, help="rounds of transformers and llama.cpp, if other than --rounds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--transformers", action="store_true", help="also transformers' generate, at batch 1")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
@@ -203,18 +204,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     text = args.text.read_text(encoding="utf-8")
     records: list[dict[str, Any]] = []
-    about: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "foreign": []}
+    about: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    about |= {"foreign": [], "seconds": {}, "cpus": os.cpu_count(), "threads": args.threads}
 
-    def add(system: str, rows: dict[str, Row], batch: int, tokenizer: Any) -> None:
+    def add(system: str, rows: dict[str, Row], batch: int, tokenizer: Any, peer: bool = False) -> None:
+        rounds = args.peer_rounds if peer and args.peer_rounds else args.rounds
         for task in args.tasks:
+            began = time.perf_counter()
             given = prompts(tokenizer, text, task, args.prompts if batch == 1 else batch)
             groups = [[one] for one in given] if batch == 1 else [given]
-            for record in measure({n: in_turn(r, groups) for n, r in rows.items()}, given, args, about):
+            for record in measure({n: in_turn(r, groups) for n, r in rows.items()}, given, args.new, rounds, about):
                 records.append({"system": system, "batch": batch, "task": task, **record})
                 print(
                     f"{time.strftime('%H:%M:%S')} {system}, {batch}, {task}, {record['row']}: {cell(record)}",
                     flush=True,
                 )
+            about["seconds"][f"{system}, {batch}, {task}"] = round(time.perf_counter() - began, 1)
             args.output.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
 
     for folder in args.model:
@@ -226,13 +231,13 @@ def main() -> None:
     if args.transformers:
         from speculation_peers import transformers_rows
 
-        add("transformers", transformers_rows(args.model[0], args.draft), 1, tokenizer)
+        add("transformers", transformers_rows(args.model[0], args.draft), 1, tokenizer, peer=True)
     if args.llama_server and args.gguf:
         from speculation_peers import LlamaServers
 
         for batch in args.batches:
             with LlamaServers(args.llama_server, args.gguf, batch, args.threads) as servers:
-                add("llama.cpp Q4_0", servers.rows, batch, tokenizer)
+                add("llama.cpp Q4_0", servers.rows, batch, tokenizer, peer=True)
     shares = about["foreign"]
     about["foreign"] = {"median": statistics.median(shares), "most": max(shares)}
     args.output.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")

@@ -181,7 +181,7 @@ class Draft(Pass):
         held_out = take_prompts(model, context, self.config.prompts, self.config.num_prompts)
         folder = folder_of(model, context, {**options, "calibration": context.calibration.source.identity()})
         making = Distillation(model, context, folder, self.config.minutes, self.config.distill_layers, held_out)
-        with target_runner(model) as runner:
+        with target_runner(model, num_blocks=160) as runner:
             details["distillation"] = making.run(runner)
         return resolve(folder / "draft")
 

@@ -1,10 +1,11 @@
 """Trains a small draft model on what the target writes, for so many minutes.
 
-First the target writes texts (a quarter of the time), then the student, some layers of the target with its embeddings
-and head, learns the target's distribution of each next token (Hinton et al. 2015, https://arxiv.org/abs/1503.02531; on
-texts of the target's own as in DistillSpec, Zhou et al. 2023, https://arxiv.org/abs/2310.08461). How many texts and
-steps the minutes allow is measured at the beginning and kept with the checkpoint: from there on everything follows from
-the seed, so that a run that was killed goes on to the result that it would have had.
+First the target writes texts and reads others (half of the time), then the student, some layers of the target with its
+embeddings and head, learns the target's distribution of each next token (Hinton et al. 2015,
+https://arxiv.org/abs/1503.02531; on texts of the target's own as in DistillSpec, Zhou et al. 2023,
+https://arxiv.org/abs/2310.08461). How many texts and steps the minutes allow is measured at the beginning and kept with
+the checkpoint: from there on everything follows from the seed, so that a run that was killed goes on to the result that
+it would have had.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
     from ..optimizer.model import LoadedModel
 
-ROUND, LENGTH, BATCH = 8, 128, 4
+ROUND, LENGTH, BATCH = 16, 128, 4
 """Texts that are written at a time, their most tokens, and texts of a training step."""
-WRITING, SPARE = 0.25, 0.05
+WRITING, SPARE = 0.5, 0.05
 """Shares of the time for writing, and for what comes after the training."""
 MOST_ROUNDS, SEGMENTS = 256, 20
 """Rounds of texts at most; parts of the training after each of which a checkpoint is written."""
@@ -150,9 +151,10 @@ class Distillation:
         layers = min(losses, key=lambda one: losses[one])
         student = prune(whole, layers)
         set_trainable(student)
-        started = self.clock()
-        batch_loss(student, Head(student), _taken(first, range(BATCH)), _generator(0)).backward()
-        step = 1.1 * (self.clock() - started)
+        for _ in range(2):  # the first one warms up
+            started = self.clock()
+            batch_loss(student, Head(student), _taken(first, range(BATCH)), _generator(0)).backward()
+            step = 1.1 * (self.clock() - started)
         rounds = int(min(max(2.0, WRITING * self.budget / writing), MOST_ROUNDS))
         left = (1 - SPARE) * self.budget - (self.clock() - self.began) - (rounds - 1) * writing
         self.checkpoint.prepare(asdict(Schedule(list(layers), rounds, max(1, int(left / step)))))

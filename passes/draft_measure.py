@@ -75,14 +75,14 @@ class Measured:
 
 
 @contextmanager
-def target_runner(model: LoadedModel) -> Iterator[Any]:
+def target_runner(model: LoadedModel, num_blocks: int = 64) -> Iterator[Any]:
     """A runner over the model as it is, on as many blocks as the measurement needs."""
     from ..runtime.engine.runner_select import build_runner, options_of
     from ..runtime.linear_settings import linear_options
 
     known = options_of("auto")
     options = {k: v for k, v in linear_options(model.runtime.linear, {}).items() if k in known}
-    runner = build_runner(model.module, "auto", num_blocks=64, max_num_seqs=8, **options)
+    runner = build_runner(model.module, "auto", num_blocks=num_blocks, max_num_seqs=16, **options)
     try:
         yield runner
     finally:

@@ -59,8 +59,9 @@ class Texts:
 class Writer:
     """Has the target write texts over a runner.
 
-    openings: token ids that every second text begins with; sequences: calibration texts whose beginnings the others
-    begin with. ends: tokens that end a text.
+    openings: token ids that a quarter of the texts begin with; sequences: calibration texts whose beginnings another
+    quarter begins with. The other half are calibration texts as they are, which only have to be scored, as long as
+    there are any. ends: tokens that end a text.
     """
 
     def __init__(
@@ -81,10 +82,14 @@ class Writer:
         from ..runtime.engine.sampling_params import SamplingParams
         from ..runtime.engine.scheduler_config import SchedulerConfig
 
-        engine = Engine(self.runner, scheduler=SchedulerConfig(max_num_seqs=8, prefix_caching=False))
+        engine = Engine(self.runner, scheduler=SchedulerConfig(max_num_seqs=count, prefix_caching=False))
         texts: dict[str, list[int]] = {}
         for i in range(count):
-            prompt = self._prompt(number * count + i)
+            place = (number * count + i) // 2
+            if i % 2 and place < len(self.sequences):
+                texts[str(i)] = list(self.sequences[place][: self.length])
+                continue
+            prompt = self._prompt(place)
             texts[str(i)] = list(prompt)
             params = SamplingParams(
                 temperature=1.0,
