@@ -119,7 +119,8 @@ def test_the_baseline_recomputes_and_its_logprobs_are_the_modules(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     ids = [5, 9, 17, 33, 2]
     lengths = []
-    llm._module.register_forward_pre_hook(lambda m, a, k: lengths.append(k["input_ids"].shape[1]), with_kwargs=True)
+    note = lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1])  # noqa: E731
+    llm._forward.model.register_forward_pre_hook(note, with_kwargs=True)
     params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
     tokens = [token for chunk in llm.stream(ids, params) for token in chunk.token_ids]
     expected = model.generate(torch.tensor([ids]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 5:].tolist()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.completion import Chunk
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Recomputing:
@@ -15,21 +18,18 @@ class Recomputing:
     runner = loop = None
 
     def __init__(self, opened: Any) -> None:
-        self._opened, self._module = opened, opened.module
+        from ...runtime.cached_forward import CachedForward
+
+        self._opened, self._forward = opened, CachedForward(opened.module)
         self.tokenizer, self.notes = opened.tokenizer, opened.notes
         self.context_length: int | None = opened.context_length
         self.weight_bytes: int = opened.weight_bytes()
 
     def stream(self, ids: list[int], params: Any) -> Iterator[Chunk]:
         """Greedy tokens, one a chunk."""
-        import torch
-
         tokens = list(ids)
         for number in range(params.max_new_tokens):
-            with torch.inference_mode():
-                given = torch.tensor([tokens], device=self._module.device)
-                logits = self._module(input_ids=given, use_cache=False, logits_to_keep=1).logits
-            token = int(logits[0, -1].argmax())
+            token = int(self._logits(tokens, 1)[-1].argmax())
             tokens.append(token)
             done = not params.ignore_eos and token in self._opened.eos_token_ids
             last = done or number + 1 == params.max_new_tokens
@@ -43,13 +43,18 @@ class Recomputing:
 
         from ...runtime.llm import Score
 
-        with torch.inference_mode():
-            logits = self._module(input_ids=torch.tensor([ids], device=self._module.device), use_cache=False).logits
-        logprobs = logits[0, :-1].float().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None].to(logits.device))
-        return Score(list(ids), [None, *logprobs[:, 0].tolist()])
+        logprobs = self._logits(ids, len(ids))[:-1].log_softmax(-1)
+        targets = torch.tensor(ids[1:], device=logprobs.device)[:, None]
+        return Score(list(ids), [None, *logprobs.gather(-1, targets)[:, 0].tolist()])
 
     def close(self) -> None:
         """Nothing was started."""
+
+    def _logits(self, tokens: list[int], keep: int) -> torch.Tensor:
+        """Float32 logits [keep, vocab] of the last positions of the whole sequence."""
+        import torch
+
+        return self._forward(torch.empty(0), None, keep, [tokens])[0]
 
 
 def open_recomputing(folder: str, **options: Any) -> Recomputing:
