@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,9 +187,15 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 def _loglikelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> list[Any]:
     """(log-probability of the continuation, whether each of its tokens is the most likely) of each (context,
-    continuation). Too long a context loses its beginning."""
+    continuation). Too long a context loses its beginning.
+
+    Raises RunError where a continuation alone does not fit the engine's context of `limit` tokens.
+    """
     from ..runtime.engine.sampling_params import SamplingParams
 
+    longest = max((len(continuation) for _, continuation in pairs), default=0)
+    if longest >= limit:
+        raise RunError(f"a continuation of {longest} tokens does not fit the context of {limit}", "loglikelihood")
     params = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
     answers: list[Any] = [None] * len(pairs)
@@ -282,11 +289,12 @@ def _library(name: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it the harness logs errors only."""
+    """Within it the harness logs errors only, and what it prints goes to standard error."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         logger.setLevel(level)

@@ -43,11 +43,11 @@ class ErrorSum:
         self.largest = max(self.largest, other.largest)
 
     @property
-    def relative(self) -> float:
-        """‖b − a‖ / ‖a‖ (Frobenius); infinite where only a is 0."""
+    def relative(self) -> float | None:
+        """‖b − a‖ / ‖a‖ (Frobenius); None where only a is 0."""
         if self.difference == 0:
             return 0.0
-        return math.sqrt(self.difference / self.norm) if self.norm else math.inf
+        return math.sqrt(self.difference / self.norm) if self.norm else None
 
 
 def holders(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:

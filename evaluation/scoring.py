@@ -60,10 +60,11 @@ class TextMeter:
         total = sum(self._sums)
         if not math.isfinite(mean) or not math.isfinite(total):
             raise RunError("the perplexity is not a number", what_to_do="Look for NaN or infinite weights.")
-        bits = total / math.log(2) / self._text.num_bytes if self._text.num_bytes else math.nan
+        if not self._text.num_bytes:
+            raise RunError("the scored tokens have no text, so there are no bits per byte")
         return TextScore(
             perplexity=math.exp(min(mean, 700.0)),
-            bits_per_byte=bits,
+            bits_per_byte=total / math.log(2) / self._text.num_bytes,
             mean_nll=mean,
             total_nll=total,
             num_tokens=self._text.num_scored,

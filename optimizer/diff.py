@@ -13,6 +13,7 @@ from ..evaluation.layers import holders
 from ..evaluation.progress import stage
 from ..evaluation.subject import require_same_tokens, try_streamed
 from ..evaluation.windows import sliding_windows
+from ..runtime.chat import context_length
 from .errors import UsageError
 from .evaluate import Text, find_text
 from .events import Listener, silent
@@ -93,6 +94,10 @@ def diff(
             sides.append(side)
             notes += note
     require_same_architecture(sides[0], sides[1], str(b))
+    context = context_length(sides[0].model.config)
+    if context is not None and window_length > context:
+        what = f"a window of {window_length} tokens is longer than the models' context of {context}"
+        raise UsageError(what, "window_length", f"Use {context} or less.")
     tokenizer = sides[0].model.tokenizer
     require_same_tokens(tokenizer, sides[1].model.tokenizer, str(b))
     cut = sliding_windows(
@@ -161,7 +166,7 @@ def _data(
     for order, unit in enumerate(units):
         unit["order"] = order
         unit["share"] = unit["harm"] / total if total else 0.0
-    units.sort(key=lambda unit: (-unit["harm"], -unit["output_error"]))
+    units.sort(key=lambda unit: (-unit["harm"], -(unit["output_error"] or 0.0)))
     sizes = [sum(place.nbytes for place in side.stored.values()) for side in sides]
     models = [
         {"id": source.id, "sha256": source.sha256, "bytes": size, "dtype": str(side.model.dtype).removeprefix("torch.")}

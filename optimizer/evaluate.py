@@ -107,7 +107,7 @@ def evaluate(
     from .sources import resolve
 
     chosen = _settings(tasks, settings)
-    found = _text(text, dataset, dataset_config, split, column, bool(tasks) and against is None)
+    found = _text(text, dataset, dataset_config, split, column, bool(tasks))
     source = resolve(model, revision)
     other = resolve(against) if against is not None else None
     key = _key(source, other, found, chosen)
@@ -159,10 +159,19 @@ def find_text(text: str | Path | None) -> Text:
 
 
 def dataset_text(name: str, config: str | None = None, split: str = "test", column: str | None = None) -> str:
-    """The rows of a data set in their order, an empty line between. Raises UsageError where it holds no text."""
+    """The rows of a data set in their order, an empty line between.
+
+    Raises UsageError where it is not there, cannot be read or holds no text.
+    """
     from .calibration_sources import DatasetSource
 
-    rows = DatasetSource(name, 0, column=column, config=config, split=split, revision=None).values()
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+        raise UsageError("there is no such data set", name)
+    try:
+        rows = DatasetSource(name, 0, column=column, config=config, split=split, revision=None).values()
+    except RunError as error:
+        where, mend = (part.replace("calibration.", "--") for part in (error.where, error.what_to_do))
+        raise UsageError(error.what, where, mend) from None
     if not all(isinstance(row, str) for row in rows):
         raise UsageError("the column does not hold texts", name, "Name another by --column.")
     text = "\n\n".join(rows)

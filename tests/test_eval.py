@@ -188,6 +188,25 @@ def test_a_data_set_is_its_rows(tiny_model, tmp_path):
     assert one.perplexity == llmopt.evaluate(tiny_model, text=tmp_path / "rows.txt", cache=False, **FAST).perplexity
 
 
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (None, {}, "no such data set"),
+        ('{"a": "x", "b": "y"}\n', {}, "--column"),
+        ('{"text": "x"}\n', {"column": "none"}, "no column 'none'"),
+        ('{"text": "  "}\n', {}, "text is empty"),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', {}, "does not hold texts"),
+        ("not json\n", {}, "not JSON"),
+    ],
+)
+def test_data_sets_that_cannot_be_scored(tiny_model, tmp_path, content, options, words):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=words):
+        llmopt.evaluate(tiny_model, dataset=str(path), cache=False, **options)
+
+
 def test_first_differences():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1

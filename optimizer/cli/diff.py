@@ -90,7 +90,7 @@ def _units_table(units: list[dict[str, Any]]) -> Any:
     ):
         table.add_column(column, justify="left" if column == "layer" else "right")
     for unit in units:
-        errors = (f"{unit[key]:.4f}" for key in ("weight_error", "output_error", "local_error"))
+        errors = (_shown(unit[key]) for key in ("weight_error", "output_error", "local_error"))
         sizes = (mib(unit[key]) for key in ("bytes_a", "bytes_b"))
         table.add_row(unit["name"], f"{unit['harm']:.6f}", f"{unit['share']:.1%}", *errors, *sizes)
     return table
@@ -106,12 +106,13 @@ def _modules_table(units: list[dict[str, Any]]) -> Any:
         table.add_column(column, justify="left" if column in ("module", "A", "B") else "right")
     for unit in units:
         for module in unit["modules"]:
-            shown = ("" if module[k] is None else f"{module[k]:.4f}" for k in ("weight_error", "max_weight_error"))
-            error = module["output_error"]
-            table.add_row(
-                module["name"], label(module["a"]), label(module["b"]), *shown, "" if error is None else f"{error:.4f}"
-            )
+            errors = (_shown(module[key]) for key in ("weight_error", "max_weight_error", "output_error"))
+            table.add_row(module["name"], label(module["a"]), label(module["b"]), *errors)
     return table
+
+
+def _shown(error: float | None) -> str:
+    return "" if error is None else f"{error:.4f}"
 
 
 def _flips_table(flips: list[dict[str, Any]]) -> Any:
