@@ -15,7 +15,7 @@ from __future__ import annotations
 
 SHARE = 0.01
 """Of the time that passes, which trials may cost."""
-INITIAL, CAP = 2.0, 8.0
+INITIAL, CAP = 1.0, 8.0
 """Plain steps' worth at the beginning and at most."""
 
 

@@ -68,6 +68,10 @@ class AcceptanceBook:
     def rate(self, request_id: int, kind: int) -> float:
         return self._own(request_id, kind).mean
 
+    def trials(self, kind: int) -> float:
+        """Drafts of the class that the engine has tried, the recent ones weighted more."""
+        return self._engine[kind].trials
+
     def add(self, request_id: int, kind: int, drafted: int, accepted: int) -> None:
         self._own(request_id, kind).add(drafted, accepted)
         self._engine[kind].add(drafted, accepted)

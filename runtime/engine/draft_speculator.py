@@ -31,6 +31,8 @@ PROBE = (4, 256)
 """Steps between probes, at least and at most."""
 REACH = 1.5
 """Steps with drafts have at most so many times the tokens of the largest step whose cost is known."""
+PROVEN = 16
+"""Tried drafts from which on a draft model may read the prompts of all requests."""
 FORESEEN = 256
 """Most tokens of a request that are counted on when a draft model's work on its prompt is weighed."""
 Drafts = list[tuple[int, ...]]
@@ -238,6 +240,9 @@ class Speculator:
             return lengths
         costs, each = self.draft_costs or FLAT, plain / max(1, self._load.decoding)
         slope = self._pace * (costs.of(total + 1) - costs.of(1)) / total
+        if self.book.trials(0) < PROVEN:  # one request shows what the model is worth before it reads all prompts
+            first = min((i for i, length in enumerate(lengths) if length), key=lambda i: behind[i])
+            lengths = [length if i == first else 0 for i, length in enumerate(lengths)]
         out = []
         for request, rate, length, missing in zip(requests, rates, lengths, behind):
             gain = expected_gain([rate], [length])
