@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "axis": {
         "labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--grid)",
         "tickColor": "var(--line)", "domainColor": "var(--line)", "labelFontSize": 11, "titleFontSize": 11,
-        "titleFontWeight": "normal", "labelLimit": 320,
+        "titleFontWeight": "normal", "labelLimit": 320, "labelPadding": 5,
     },
     "legend": {"labelColor": "var(--ink)", "titleColor": "var(--soft)", "labelFontSize": 11, "titleFontSize": 11,
                "titleFontWeight": "normal", "labelLimit": 220, "symbolStrokeWidth": 2},

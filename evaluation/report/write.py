@@ -15,8 +15,9 @@ from .svg import available
 KINDS = {
     "artifact": "artifact",
     "evaluation": "evaluated",
-    "bench": "records",
-    "diff": "records",
+    "bench": "benched",
+    "diff": "difference",
+    "difference": "difference",
     "comparison": "comparison",
 }
 """Kind of data → the module of this package whose `page(data)` lays it out."""
