@@ -130,6 +130,7 @@ def bench(
             target = _open(name, folders.get(name.label), tokenizer, settings)
             stack.callback(target.close)
             opened.append(target)
+        check_room(mode, load, opened)
         found = session.measure(
             opened,
             cases,
@@ -145,6 +146,21 @@ def bench(
         {**load.as_dict(), **{k: v for k, v in settings.__dict__.items() if k != "keep"}},
         {"targets": about, "cases": session.plain(found), "warnings": notes},
     )
+
+
+def check_room(mode: str, load: LoadSettings, targets: Sequence[Target]) -> None:
+    """Raise UsageError where the longest random prompt with its answer does not fit a model's context."""
+    if load.prompts is not None:
+        return
+    prompt = max(load.contexts) if mode == "sweep" else load.prefix_len + load.input_len.high
+    for target in targets:
+        limit = target.about().get("context_length")
+        if limit is not None and prompt + load.output_len.high > limit:
+            raise UsageError(
+                f"{prompt:,} prompt and {load.output_len.high:,} new tokens do not fit the context of {limit:,}",
+                target.name,
+                "Ask for less.",
+            )
 
 
 def document(mode: str, settings: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..evaluation.bench.lengths import Lengths
 from ..evaluation.bench.machine import NOISY
 from ..evaluation.bench.techniques import SOURCE, Job, flash_backend, measure, techniques, text_requests, windows
 from .bench import document
+from .errors import LlmoptError
 from .events import Listener, silent
 from .files import cache_dir
 from .model import SourceIdentity
@@ -65,20 +66,36 @@ def compare_techniques(
         options=_options(settings),
         threads=settings.num_threads,
     )
-    made: dict[str, Path] = {SOURCE: source.folder}
+    table = techniques(settings.batch, *flash_backend(settings.device))
+    made = _artifacts(source, [row.model for row in table], settings, listener)
 
     def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = artifact(source, name, settings, listener)
-        return made[name]
+        found = made[name]
+        if isinstance(found, LlmoptError):
+            raise found
+        return found
 
-    rows = measure(techniques(settings.batch, *flash_backend(settings.device)), folder, job, settings.rounds, listener)
+    rows = measure(table, folder, job, settings.rounds, listener)
     for row in rows:
-        row["divergence"] = _divergence(made.get(row["model"])) if row["model"] != SOURCE else None
+        row["divergence"] = None if row["absent"] or row["model"] == SOURCE else _divergence(folder(row["model"]))
     about = {"id": source.id, "sha256": source.sha256}
     tokens = {"input": sum(len(r.prompt) for r in job.requests), "output": sum(r.output_len for r in job.requests)}
     shown = {**settings.as_dict(), "tokens": tokens}
     return document("techniques", shown, {"model": about, "rows": rows, "warnings": _warnings(rows)})
+
+
+def _artifacts(
+    source: SourceIdentity, names: list[str], settings: TechniqueSettings, listener: Listener
+) -> dict[str, Path | LlmoptError]:
+    """The folder of every model that rows name; in its place the error of a recipe that failed on this one."""
+    made: dict[str, Path | LlmoptError] = {SOURCE: source.folder}
+    for name in names:
+        if name not in made:
+            try:
+                made[name] = artifact(source, name, settings, listener)
+            except LlmoptError as error:
+                made[name] = error
+    return made
 
 
 def artifact(source: SourceIdentity, recipe: str, settings: TechniqueSettings, listener: Listener = silent) -> Path:
@@ -103,10 +120,8 @@ def _options(settings: TechniqueSettings) -> dict[str, Any]:
     return {**found, "trust_remote_code": True} if settings.trust_remote_code else found
 
 
-def _divergence(folder: Path | None) -> dict[str, Any] | None:
+def _divergence(folder: Path) -> dict[str, Any]:
     """What the artifact's own proof measured against the source: `mean_kl` (nats a token), `top1_agreement`."""
-    if folder is None:
-        return None
     found = json.loads((folder / "llmopt.json").read_text(encoding="utf-8"))["measured"]["divergence"]
     return {name: found[name] for name in ("mean_kl", "top1_agreement")}
 

@@ -6,10 +6,12 @@ import json
 
 import pytest
 from llmopt.evaluation.bench.artifact_process import ArtifactProcess
+from llmopt.evaluation.bench.lengths import Lengths
+from llmopt.evaluation.bench.loads import LoadSettings
 from llmopt.evaluation.bench.prompts import Request
 from llmopt.evaluation.bench.run import Load
 from llmopt.evaluation.bench.worker import Work
-from llmopt.optimizer.bench import TargetName, target_names
+from llmopt.optimizer.bench import TargetName, check_room, target_names
 from llmopt.optimizer.cli import main
 from llmopt.optimizer.errors import RunError, UsageError
 
@@ -139,6 +141,23 @@ def test_errors_of_the_process_are_those_of_the_run(tiny_model):
         target._process.kill()
         with pytest.raises(RunError, match="mine: the process that runs it ended"):
             target.score([[1, 2, 3]])
+
+
+def test_lengths_that_do_not_fit_the_context():
+    class Model:
+        name = "mine"
+
+        def about(self):
+            return {"context_length": 100}
+
+    check_room("serve", LoadSettings(input_len=Lengths(1, 90), output_len=Lengths(1, 10)), [Model()])
+    for mode, load in (
+        ("serve", LoadSettings(input_len=Lengths(1, 90), output_len=Lengths(1, 11))),
+        ("serve", LoadSettings(input_len=Lengths(1, 90), output_len=Lengths(1, 5), prefix_len=6)),
+        ("sweep", LoadSettings(contexts=(10, 99), output_len=Lengths(2, 2))),
+    ):
+        with pytest.raises(UsageError, match=r"mine: .* do not fit the context of 100"):
+            check_room(mode, load, [Model()])
 
 
 def test_an_option_that_loading_does_not_have(tiny_model):

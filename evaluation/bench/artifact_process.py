@@ -14,7 +14,8 @@ from typing import Any
 from ...optimizer.errors import LlmoptError, RunError, UsageError
 from .run import Load, Result
 
-CLOSE_SECONDS = 20.0
+CLOSE_SECONDS = 5.0
+"""For the process to end by itself; it has nothing to save."""
 
 
 class ArtifactProcess:

@@ -70,6 +70,7 @@ class Work:
             "load_s": round(time.perf_counter() - start, 3),
             "engine": self.llm.backend,
             "runner": type(self.llm.runner).__name__ if self.llm.runner is not None else None,
+            "context_length": self.llm.context_length,
             "weight_bytes": self.llm.weight_bytes,
             "threads": torch.get_num_threads(),
             "notes": self.llm.notes,

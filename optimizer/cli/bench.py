@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..errors import RunError, UsageError
+from .report import check_report, draw_report, report_option
 
 Command = Callable[..., Any]
 
@@ -57,6 +58,7 @@ common = [
     click.option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True,
                  help="Seconds that a server's stream may be silent."),
     click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write it all here."),
+    report_option,
     click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True),
 ]  # fmt: skip
 
@@ -146,9 +148,17 @@ def sweep(batch: str, context: str, **options: Any) -> None:
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model's folder carries.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="The picture, an SVG file.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write it all here.")
+@report_option
 @click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
 def techniques(
-    model: str, input_len: str, output_len: str, plot: Path | None, json_file: Path | None, log: str, **settings: Any
+    model: str,
+    input_len: str,
+    output_len: str,
+    plot: Path | None,
+    json_file: Path | None,
+    report_file: Path | None,
+    log: str,
+    **settings: Any,
 ) -> None:
     """What each technique brings on one model: also `--techniques MODEL`.
 
@@ -167,11 +177,13 @@ def techniques(
     )
     check_file(json_file)
     check_file(plot, "--plot")
+    check_report(report_file)
     if plot is not None:
         require_charts()
     with listener(log) as listen:
         data = compare_techniques(model, chosen, listen)
     write(json_file, data)
+    draw_report(report_file, "bench", data)
     show(data)
     if plot is not None:
         draw(plot, data)
@@ -187,6 +199,7 @@ def _run(
     seed: int,
     goodput: tuple[str, ...],
     json_file: Path | None,
+    report_file: Path | None,
     log: str,
     input_len: str | None = None,
     num_prompts: int | None = None,
@@ -222,9 +235,11 @@ def _run(
         **(sizes or {}),
     )
     check_file(json_file)
+    check_report(report_file)
     with listener(log) as listen:
         data = run(mode, targets, load, BenchSettings(**settings), listen)
     write(json_file, data)
+    draw_report(report_file, "bench", data)
     show(data)
     if json_file is not None:
         click.echo(f"Written: {json_file}")
