@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from .report import check_report, draw_report
+
 
 @click.command()
 @click.argument("artifacts", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -19,17 +21,13 @@ def compare(artifacts: tuple[Path, ...], out: Path | None, by: str, as_json: boo
     """Compare artifacts of one source: size, quality, speed, and which are beaten in everything by another."""
     from ..compare import compare as run
 
+    check_report(out)
     data = run(artifacts, [name.strip() for name in by.split(",") if name.strip()])
-    if out is not None:
-        from ...evaluation.report import write_report
-
-        write_report("comparison", data, out)
+    draw_report(out, "comparison", data)
     if as_json:
         click.echo(json.dumps({key: data[key] for key in ("by", "rows", "warnings")}, indent=2, ensure_ascii=False))
         return
     show(data)
-    if out is not None:
-        click.echo(f"Report: {out}")
 
 
 def show(data: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..errors import UsageError
+from .report import check_report, draw_report, report_option
 
 
 @click.command("diff")
@@ -26,8 +27,19 @@ from ..errors import UsageError
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that the models' folders carry.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and nothing else.")
 @click.option("--out", "-o", type=click.Path(path_type=Path), help="Write the result as JSON to this file.")
+@report_option
 @click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
-def diff(a: str, b: str, top: int, modules: bool, as_json: bool, out: Path | None, log: str, **options: Any) -> None:
+def diff(
+    a: str,
+    b: str,
+    top: int,
+    modules: bool,
+    as_json: bool,
+    out: Path | None,
+    report_file: Path | None,
+    log: str,
+    **options: Any,
+) -> None:
     """Compare two artifacts, or a model A and an artifact B of it, layer by layer; the most harmful first."""
     from ..diff import diff as run
     from ..evaluate import write_json
@@ -35,10 +47,12 @@ def diff(a: str, b: str, top: int, modules: bool, as_json: bool, out: Path | Non
 
     if out is not None and (out.is_dir() or out.suffix != ".json"):
         raise UsageError("--out names a file that ends in .json", str(out))
+    check_report(report_file)
     with listener("none" if as_json and log == "rich" else log) as listen:
         found = run(a, b, listener=listen, **options)
     if out is not None:
         write_json(out, found.data)
+    draw_report(report_file, "difference", found.data)
     if as_json:
         click.echo(json.dumps(found.data, indent=2, ensure_ascii=False))
         return

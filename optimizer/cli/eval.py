@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..errors import UsageError
+from .report import check_report, draw_report, report_option
 
 
 @click.command("eval")
@@ -42,6 +43,7 @@ from ..errors import UsageError
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and nothing else.")
 @click.option("--out", "-o", type=click.Path(path_type=Path), help="Write the result as JSON to this file.")
+@report_option
 @click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
 def evaluate(
     model: str,
@@ -52,6 +54,7 @@ def evaluate(
     cache_dir: Path | None,
     as_json: bool,
     out: Path | None,
+    report_file: Path | None,
     log: str,
     **options: Any,
 ) -> None:
@@ -70,6 +73,7 @@ def evaluate(
         options["prompts"] = tuple(read_prompts(prompts))
     if out is not None and out.is_dir():
         raise UsageError("is a folder; --out names a file", str(out))
+    check_report(report_file)
     with listener("none" if as_json and log == "rich" else log) as listen:
         result = run(
             model,
@@ -82,6 +86,7 @@ def evaluate(
         )
     if out is not None:
         write_json(out, result.data)
+    draw_report(report_file, "evaluation", result.data)
     if as_json:
         click.echo(json.dumps(result.data, indent=2, ensure_ascii=False))
         return
