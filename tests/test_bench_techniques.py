@@ -23,7 +23,7 @@ from llmopt.evaluation.bench.techniques import (
     windows,
 )
 from llmopt.evaluation.bench.worker import Work
-from llmopt.optimizer.cli.bench_techniques import COLUMNS, cells, markdown, show
+from llmopt.optimizer.cli.bench_techniques import COLUMNS, cells, show, table_text
 from llmopt.optimizer.errors import RunError
 from llmopt.runtime.engine.sampling_params import SamplingParams
 from transformers import AutoModelForCausalLM
@@ -152,7 +152,7 @@ def test_prompts_are_passages():
 
 def test_the_table(rows, capsys):
     listed = list(rows.values())
-    text = markdown(listed)
+    text = table_text(listed)
     assert text.count("\n") == len(listed) + 2 and "| 5 8-bit weights (recipe int8) | – |" in text
     assert cells(rows["kv-cache"], listed)[4].endswith("row 1") and len(cells(rows["int4"], listed)) == len(COLUMNS)
     for row in listed:

@@ -147,6 +147,7 @@ def sweep(batch: str, context: str, **options: Any) -> None:
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model's folder carries.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="The picture, an SVG file.")
+@click.option("--markdown", type=click.Path(path_type=Path), metavar="FILE", help="The table, for a document.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write it all here.")
 @report_option
 @click.option("--log", type=click.Choice(["rich", "plain", "json", "none"]), default="rich", show_default=True)
@@ -155,6 +156,7 @@ def techniques(
     input_len: str,
     output_len: str,
     plot: Path | None,
+    markdown: Path | None,
     json_file: Path | None,
     report_file: Path | None,
     log: str,
@@ -167,7 +169,8 @@ def techniques(
     """
     from ...evaluation.bench.lengths import Lengths
     from ..techniques import TechniqueSettings, compare_techniques
-    from .bench_techniques import draw, require_charts, show
+    from ..files import write_atomic
+    from .bench_techniques import draw, require_charts, show, table_text
     from .progress import listener
 
     chosen = TechniqueSettings(
@@ -177,6 +180,7 @@ def techniques(
     )
     check_file(json_file)
     check_file(plot, "--plot")
+    check_file(markdown, "--markdown")
     check_report(report_file)
     if plot is not None:
         require_charts()
@@ -187,7 +191,9 @@ def techniques(
     show(data)
     if plot is not None:
         draw(plot, data)
-    for written in (json_file, plot):
+    if markdown is not None:
+        write_atomic(markdown, table_text(data["rows"]))
+    for written in (json_file, plot, markdown):
         if written is not None:
             click.echo(f"Written: {written}")
 

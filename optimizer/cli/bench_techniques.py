@@ -70,8 +70,8 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The same table for a page of documentation."""
+def table_text(rows: list[dict[str, Any]]) -> str:
+    """The same table in Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(cells(row, rows)) + " |" for row in rows)]) + "\n"
 
