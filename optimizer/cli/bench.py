@@ -168,8 +168,8 @@ def techniques(
     shipped recipes int8 and int4-flash at the first call and kept in the cache. docs/techniques.md explains the rows.
     """
     from ...evaluation.bench.lengths import Lengths
-    from ..techniques import TechniqueSettings, compare_techniques
     from ..files import write_atomic
+    from ..techniques import TechniqueSettings, compare_techniques
     from .bench_techniques import draw, require_charts, show, table_text
     from .progress import listener
 
