@@ -4,8 +4,8 @@
     python benchmarks/eval_check.py harness MODEL --text FILE [--items 200]
     python benchmarks/eval_check.py self MODEL --text FILE
 
-Prints one line of JSON a row. `harness` makes a local multiple-choice task of the text: which of four sentence ends
-belongs to a beginning; needs the extra `eval`.
+Prints one line of JSON a row. `harness` makes a local multiple-choice task of the text: which sentence end belongs
+to a beginning; needs the extra `eval`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def harness(options: argparse.Namespace) -> None:
     from lm_eval.tasks import TaskManager
 
     with tempfile.TemporaryDirectory() as folder:
-        rows = sentence_ends(Path(options.text).read_text(encoding="utf-8"), options.items)
+        rows = sentence_ends(Path(options.text).read_text(encoding="utf-8"), options.items, options.choices)
         file = Path(folder) / "rows.jsonl"
         file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
         (Path(folder) / "sentence_ends.yaml").write_text(TASK.format(file=file), encoding="utf-8")
@@ -108,7 +108,9 @@ def harness(options: argparse.Namespace) -> None:
 
         for dtype in options.dtypes.split(","):
             start = time.perf_counter()
-            theirs, expected = run(HFLM(pretrained=options.model, dtype=dtype, device="cpu", batch_size=1))
+            theirs, expected = run(
+                HFLM(pretrained=options.model, dtype=dtype, device="cpu", batch_size=options.batch_size)
+            )
             row("harness", by="hf", dtype=dtype, acc=theirs["acc,none"], acc_norm=theirs["acc_norm,none"],
                 loglikelihoods=len(expected), seconds=since(start))  # fmt: skip
             for engine in options.engines.split(","):
@@ -123,16 +125,16 @@ def harness(options: argparse.Namespace) -> None:
                     seconds=since(start))  # fmt: skip
 
 
-def sentence_ends(text: str, items: int) -> list[dict[str, Any]]:
-    """Sentences cut in two: the beginning, its own end and three others', in an order that a seed gives."""
-    sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", text) if 12 <= len(s.split()) <= 40 and "=" not in s]
+def sentence_ends(text: str, items: int, count: int) -> list[dict[str, Any]]:
+    """Sentences cut in two: the beginning, and `count` ends, its own among those of others, placed by a seed."""
+    sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", text) if 6 <= len(s.split()) <= 14 and "=" not in s]
     cut = [(s.split()[: len(s.split()) // 2], s.split()[len(s.split()) // 2 :]) for s in sentences]
     chosen, generator = random.Random(0).sample(range(len(cut)), items), random.Random(1)
     rows = []
     for index in chosen:
         begin, end = cut[index]
-        choices = [cut[i][1] for i in generator.sample([i for i in range(len(cut)) if i != index], 3)]
-        label = generator.randrange(4)
+        choices = [cut[i][1] for i in generator.sample([i for i in range(len(cut)) if i != index], count - 1)]
+        label = generator.randrange(count)
         choices.insert(label, end)
         rows.append({"context": " ".join(begin), "choices": [" " + " ".join(c) for c in choices], "label": label})
     return rows
@@ -167,6 +169,8 @@ def main() -> None:
     parser.add_argument("--window-length", type=int, default=1024)
     parser.add_argument("--stride", type=int, default=512)
     parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--choices", type=int, default=4, help="sentence ends an item")
+    parser.add_argument("--batch-size", type=int, default=16, help="of the harness's own backend")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--engines", default="static,native")
     options = parser.parse_args()
