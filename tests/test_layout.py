@@ -78,7 +78,7 @@ def test_package_list_matches_the_tree():
 
 def test_package_data_is_declared():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    for suffix in ("*.yaml", "*.txt", "*.cpp", "*.h", "*.json"):
+    for suffix in ("*.yaml", "*.txt", "*.cpp", "*.h", "*.json", "*.j2", "*.css", "*.js"):
         for path in (file for folder in {p.parent for p in modules().values()} for file in folder.glob(suffix)):
             parts = path.relative_to(ROOT).parts
             if len(parts) == 1:

@@ -135,6 +135,17 @@ def test_nearly_nothing_draws(kind):
     assert Reader(draw_report(kind, {})).all("h1")
 
 
+def test_techniques_are_drawn():
+    rows = [
+        {"title": title, "absent": None, "speedup": {"median": speedup, "min": speedup, "max": 2 * speedup}}
+        for title, speedup in (("no cache", 1.0), ("KV cache", 12.5))
+    ]
+    absent = {"title": "flash attention", "absent": "needs a GPU", "speedup": None}
+    page = Reader(draw_report("bench", {"kind": "bench", "mode": "techniques", "rows": [*rows, absent]}))
+    [svg] = page.all("svg")
+    assert "no cache 1×, KV cache 12.5×" in svg["aria-label"] and "needs a GPU" in page.text
+
+
 def test_records_show_every_key():
     data = {
         "kind": "trial",

@@ -31,7 +31,7 @@ def page(data: dict[str, Any]) -> Page:
     """data: see docs/bench.md. A document without `cases` of that form is drawn as plain tables."""
     cases = data.get("cases")
     if not isinstance(cases, list) or not all(isinstance(case, dict) and "results" in case for case in cases):
-        return records.page(data)
+        return _other(data)
     warnings = [Text(str(text), "warn") for text in data.get("warnings") or []]
     sections = [Section("Warnings", warnings or [Text("None.", "good")])]
     for number_, case in enumerate(cases):
@@ -45,6 +45,32 @@ def page(data: dict[str, Any]) -> Page:
     )
     lines = [f"measured {data.get('created', ABSENT)} by llmopt {data.get('llmopt_version', ABSENT)}"]
     return Page(f"Benchmark: {data.get('mode', ABSENT)}", sections, lines, "llmopt benchmark")
+
+
+def _other(data: dict[str, Any]) -> Page:
+    """Plain tables of everything; where `rows` have a `speedup`, their picture first."""
+    found = records.page(data)
+    rows = [row for row in data.get("rows") or [] if isinstance(row, dict) and isinstance(row.get("speedup"), dict)]
+    drawn = [
+        {
+            "label": str(row.get("title"))[:60],
+            "value": row["speedup"]["median"],
+            "low": row["speedup"].get("min"),
+            "high": row["speedup"].get("max"),
+            "shown": f"{short(row['speedup']['median'], 3)}×",
+            "tip": f"{row.get('title')}\n{short(row['speedup']['median'], 3)} times as fast",
+        }
+        for row in rows
+        if number(row["speedup"].get("median")) is not None
+    ]
+    if drawn:
+        alt = "Bars of how many times as fast each is: " + ", ".join(f"{row['label']} {row['shown']}" for row in drawn)
+        table = Table(
+            "Speed-ups", [Column("row"), Column("times as fast", True)], [[row["label"], row["shown"]] for row in drawn]
+        )
+        chart = Chart("Speed-up", draw(bars(drawn, "times as fast as the first row", zero_line=1), alt), alt, table)
+        found.sections.insert(0, Section("Speed-up", [chart]))
+    return found
 
 
 def _case(case: dict[str, Any], title: str) -> Section:
