@@ -85,8 +85,10 @@ class LearntCosts:
         error = min(max(seconds / expected, 1 / clip), clip) - 1
         if new:
             nearest, visits = bisect_left(sizes, tokens), -1  # the first step of a size is believed as it is
-            for values, value in ((sizes, tokens), (curve, expected), (self._met, self._time), (self._visits, 0)):
-                values.insert(nearest, value)
+            sizes.insert(nearest, tokens)
+            curve.insert(nearest, expected)
+            self._met.insert(nearest, self._time)
+            self._visits.insert(nearest, 0)
         error *= max(self.RATE, 1 / (visits + 2))
         for i, met in enumerate(self._met):
             age = self._time - met
