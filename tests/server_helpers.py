@@ -25,7 +25,7 @@ from llmopt.runtime.server.settings import ServerSettings
 from llmopt.tests.conftest import build_tokenizer
 
 VOCAB = 400
-WAIT = 30.0
+WAIT = 120.0
 
 
 class Gated(FakeRunner):

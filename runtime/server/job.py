@@ -49,6 +49,7 @@ class Job:
     _closed: bool = False
     _cached: dict[int, int] = field(default_factory=dict)
     _texts: list[str] = field(default_factory=list)
+    _readers: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,28 +69,23 @@ class Job:
                 yield self._seen(0, batch)
             return
         queue: asyncio.Queue[list[tuple[int, RequestOutput]] | BaseException | None] = asyncio.Queue()
-        readers = [asyncio.create_task(self._read(number, queue)) for number in range(len(self.streams))]
-        try:
-            running = len(readers)
-            while running:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+        self._readers = [asyncio.create_task(self._read(number, queue)) for number in range(len(self.streams))]
+        running = len(self._readers)
+        while running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
 
     async def _read(self, number: int, queue: asyncio.Queue[Any]) -> None:
         try:
             while batch := await self.streams[number].read():
                 queue.put_nowait(self._seen(number, batch))
             queue.put_nowait(None)
-        except ApiError as error:
+        except Exception as error:
             queue.put_nowait(error)
 
     def _seen(self, number: int, batch: list[RequestOutput]) -> list[tuple[int, RequestOutput]]:
@@ -132,6 +128,8 @@ class Job:
         if self._closed:
             return
         self._closed = True
+        for reader in self._readers:
+            reader.cancel()
         for stream in self.streams:
             stream.abort()
         if self.ticket is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from .errors import ApiError, as_json
+from .errors import ApiError, as_json, where
 from .job import Job, or_disconnect
 from .schemas import Sampling
 from .sse import EventStream
@@ -39,6 +39,9 @@ async def respond(request: Request, job: Job, body: Sampling, answer: Answer) ->
             job.record["error"] = error.code or error.reason
             if error.status == 499:
                 job.record["finish_reason"] = "abort"
+            elif error.__cause__ is not None:
+                cause = error.__cause__
+                services.log.event("stream_failed", error=type(cause).__name__, where=where(cause))
 
         return EventStream(answer.events(), job.close, failed, services.settings.send_seconds)
     try:

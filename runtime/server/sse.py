@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -54,7 +53,7 @@ class EventStream(Response):
                     return
                 if not writer.done() and self._stuck():
                     self._failed(ApiError(499, "the client does not read", reason="slow_reader"))
-                    raise ClientDisconnect  # makes the server close the connection
+                    return  # without an end: the server closes the connection
             await writer
         finally:
             self._finish()
@@ -73,6 +72,8 @@ class EventStream(Response):
                 await self._send(send, data)
         except Exception as error:
             answer = from_exception(error)
+            if answer is not error:
+                answer.__cause__ = error
             self._failed(answer)
             await self._send(send, event(answer.body))
         await self._send(send, DONE, more=False)
