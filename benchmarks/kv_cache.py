@@ -37,6 +37,8 @@ from scheduler import line_plot
 
 FORMATS = ("bfloat16", "fp8_e4m3", "int8", "int4")
 LENGTH = 1024
+TAIL = 2
+"""Blocks that a request has beyond those of its tokens, where keys are by channel."""
 PARTS = ("quality", "capacity", "speed", "seed")
 
 
@@ -50,21 +52,21 @@ def load(options: argparse.Namespace, kv_dtype: str, **more: Any) -> llmopt.LLM:
 def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Perplexity and divergence by format; the bfloat16 cache's logits, kept as float16, are the reference."""
     text, rows, kept = read_text(options.text), [], []
-    blocks = LENGTH // 32 + 1
-    for name in FORMATS:
+    blocks = LENGTH // 32 + TAIL
+    for name in options.formats:
         with load(options, name, num_blocks=blocks) as llm:
             bos = llm.tokenizer.bos_token_id is not None and "gemma" in str(llm.module.config.model_type)
             windows = token_windows(text, llm.tokenizer, LENGTH, options.windows, add_bos=bos)
             own, apart = PerplexityMeter(), DivergenceMeter()
             for index, (ids, logits) in enumerate(cached_logits(llm.runner, windows)):
                 own.update(ids, logits)
-                if name == FORMATS[0]:
+                if name == options.formats[0]:
                     kept.append(logits.half())
                 else:
                     apart.update(kept[index].float(), logits)
         row = {"format": name, "perplexity": own.result().perplexity, "windows": len(windows)}
         row["increase"] = row["perplexity"] / (rows[0]["perplexity"] if rows else row["perplexity"]) - 1
-        if name != FORMATS[0]:
+        if name != options.formats[0]:
             row.update(apart.result().as_dict())
         rows.append(row)
         print(
@@ -77,9 +79,9 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
 def capacity(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens in a pool of the same bytes, as the runner sizes it."""
     rows: list[dict[str, Any]] = []
-    for name in FORMATS:
+    for name in options.formats:
         with load(options, name, kv_cache_memory=options.pool_mib << 20) as llm:
-            tokens = llm.runner.num_blocks * llm.runner.block_size
+            tokens = (llm.runner.num_blocks - llm.runner.tail_blocks) * llm.runner.block_size
         rows.append({"format": name, "tokens": tokens, "ratio": tokens / (rows[0]["tokens"] if rows else tokens)})
         print(f"{name:10} {tokens:9,} tokens in {options.pool_mib} MiB  {rows[-1]['ratio']:.3f}")
     return rows
@@ -91,19 +93,24 @@ def fill(runner: Any) -> None:
         if half.dtype.itemsize > 1:
             half.normal_(0, 1)
             continue
-        heads = half.view(torch.uint8).flatten(3)  # codes of a block's head, then its scales
-        heads.random_(0, 120)
-        heads[..., -2 * runner.block_size :].view(torch.bfloat16).fill_(0.02)
+        values = half.dim() == 5  # [L, N, H, B, bytes]; keys by channel are [L, N, H, bytes]
+        whole = half.view(torch.uint8).flatten(3) if values else half.view(torch.uint8).flatten(2)
+        whole.random_(0, 120)
+        if values:  # a head's codes, then its scales
+            whole[..., -2 * runner.block_size :].view(torch.bfloat16).fill_(0.02)
+        else:  # all heads' codes, then their scales, then their zeros
+            channels = whole.shape[-1] // (runner.block_size // 2 + 3)
+            whole[..., -3 * channels : -channels].view(torch.bfloat16).fill_(0.02)
 
 
 def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Decode steps by format, interleaved."""
-    count, runners = -(-options.context // 32), {}
-    for name in FORMATS:
+    count, runners = -(-options.context // 32) + TAIL, {}
+    for name in options.formats:
         runners[name] = load(options, name, num_blocks=count)
         fill(runners[name].runner)
     step = StepPlan((Row(0, options.context - 1, (7,), tuple(range(count)), 1),))
-    times: dict[str, list[float]] = {name: [] for name in FORMATS}
+    times: dict[str, list[float]] = {name: [] for name in options.formats}
     for _ in range(options.rounds):
         for name, llm in runners.items():
             llm.runner.execute(step)
@@ -112,13 +119,14 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
                 llm.runner.execute(step)
             times[name].append((time.perf_counter() - started) / options.steps * 1e3)
     rows = []
-    for name in FORMATS:
-        ratios = [own / base for own, base in zip(times[name], times[FORMATS[0]])]
+    for name in options.formats:
+        base_times = times[options.formats[0]]
+        ratios = [own / base for own, base in zip(times[name], base_times)]
         rows.append(
             {
                 "format": name, "context": options.context, "least_ms": min(times[name]),
                 "median_ms": statistics.median(times[name]), "ratio": statistics.median(ratios),
-                "ratio_of_least": min(times[name]) / min(times[FORMATS[0]]),
+                "ratio_of_least": min(times[name]) / min(base_times),
             }
         )  # fmt: skip
         row = rows[-1]
@@ -174,6 +182,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path("../shared/data/wikitext2-raw-test.txt"))
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="the first is the baseline"
+    )
     parser.add_argument("--runner", choices=("native", "eager"), default="native", help="for quality and capacity")
     parser.add_argument("--pool-mib", type=int, default=256)
     parser.add_argument("--context", type=int, default=2048)

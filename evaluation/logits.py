@@ -56,15 +56,18 @@ def runner_logits(
     from ..runtime.engine.plan import Row, StepPlan
 
     check_vocabulary(windows, runner.vocab_size)
-    length = windows.shape[1]
-    blocks = -(-length // runner.block_size)
+    length, size, tail = windows.shape[1], runner.block_size, getattr(runner, "tail_blocks", 0)
+    blocks = -(-length // size) + tail
     if blocks > runner.num_blocks or length > runner.max_model_len:
-        limit = min(runner.num_blocks * runner.block_size, runner.max_model_len)
+        limit = min((runner.num_blocks - tail) * size, runner.max_model_len)
         raise RunError(f"a window of {length} tokens does not fit the engine's {limit}", "evaluate.window_length")
+    cuts = {0, *range(first, length, chunk), length}
+    if tail:  # a row that begins inside a block ends in it
+        cuts |= {end for start in cuts if (end := -(-start // size) * size) < length}
     for index, ids in enumerate(windows):
         tokens, parts = ids.tolist(), []
-        for start, end in pairwise((0, *range(first, length, chunk), length)):
-            table = tuple(range(-(-end // runner.block_size)))
+        for start, end in pairwise(sorted(cuts)):
+            table = tuple(range(-(-end // size) + tail))
             row = Row(index, start, tuple(tokens[start:end]), table, end - start)
             parts.append(runner.execute(StepPlan((row,))).clone())
         logits = torch.cat(parts)[:-1]

@@ -142,7 +142,7 @@ def quantized_bytes_per_token(config: PreTrainedConfig, dtype: KVCacheDtype) -> 
     if shape is None or dtype not in FORMATS:
         return None
     layers, heads, dim = shape
-    return 2 * layers * heads * FORMATS[dtype].vector_bytes(dim)
+    return layers * heads * FORMATS[dtype].token_bytes(dim)
 
 
 def cache_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:

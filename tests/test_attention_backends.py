@@ -95,7 +95,8 @@ def in_layout_of(backend: str, keys: torch.Tensor, values: torch.Tensor) -> tupl
     pool = KVPool(group_layers([replace(one, cache_heads=heads, cache_key_dim=dim, cache_value_dim=dim)]),
                   blocks - 1, size, keys.dtype, "cpu", backend)  # fmt: skip
     key_cache, value_cache = (t[0] for t in pool.tensors)
-    cache_writer(backend)(keys.flatten(0, 1), values.flatten(0, 1), key_cache, value_cache, torch.arange(blocks * size))
+    batch = Batch(torch.arange(blocks * size), *[torch.zeros(1)] * 3, 1, 1)  # only the slots are read
+    cache_writer(backend)(keys.flatten(0, 1), values.flatten(0, 1), key_cache, value_cache, batch)
     return key_cache, value_cache
 
 

@@ -38,6 +38,12 @@ def fmt(request):
     return FORMATS[request.param]
 
 
+@pytest.fixture(params=[name for name, f in FORMATS.items() if not f.by_channel])
+def token_fmt(request):
+    """Formats whose keys are quantized token by token; the other has its tests in test_kv_channels.py."""
+    return FORMATS[request.param]
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     before = torch.get_num_threads()
@@ -107,6 +113,7 @@ def test_bytes(fmt):
     wanted = {"int8": 1.9, "fp8_e4m3": 1.9, "int4": 3.5}[fmt.name]
     for dim in (64, 80, 128, 256):
         assert fmt.dim_of(fmt.vector_bytes(dim)) == dim
+        assert -(-block_bytes(group_layers([layer(dim=dim)]), 32, fmt.dtype) // 64) == fmt.token_bytes(dim)
         one = group_layers([layer(dim=dim)])
         assert bytes_per_block(one, 32, 2) / block_bytes(one, 32, fmt.dtype) >= wanted
         pool = KVPool(one, 3, 32, fmt.dtype, "cpu")
@@ -115,10 +122,10 @@ def test_bytes(fmt):
 
 def test_split_views_cover_the_block(fmt):
     pool = KVPool(group_layers([layer()]), 2, 16, fmt.dtype, "cpu")
-    codes, scales = split(pool.tensors[0][0], fmt)
+    codes, scales = split(pool.tensors[1][0], fmt)
     codes.fill_(0xFF)
     scales.view(torch.int16).fill_(-1)
-    assert pool.tensors[0][0].view(torch.uint8).eq(0xFF).all()
+    assert pool.tensors[1][0].view(torch.uint8).eq(0xFF).all()
 
 
 def test_names():
@@ -133,7 +140,7 @@ def test_names():
 
 ROWS = {
     "decode": [(1, 0), (1, 5), (1, 40), (1, 15), (1, 300)],
-    "mixed": [(7, 0), (1, 12), (3, 33), (1, 0), (70, 9)],
+    "mixed": [(7, 0), (1, 12), (3, 33), (1, 0), (70, 64)],
 }
 
 
@@ -158,8 +165,8 @@ def make(fmt, backend: str, rows: str, dim: int = 32, size: int = 32, heads: int
     values *= torch.logspace(-1, 1, count * size)[torch.randperm(count * size, generator=g), None, None]
     pool = KVPool(group_layers([layer(heads, kv_heads, dim)]), count - 1, size, fmt.dtype, "cpu", backend)
     caches = tuple(t[0] for t in pool.tensors)
-    cache_writer(backend)(keys, values, *caches, torch.randperm(count * size, generator=g))
-    cache_writer(backend)(keys, values, *caches, torch.arange(count * size))  # overwrites all of it
+    for slots_of_all in (torch.randperm(count * size, generator=g), torch.arange(count * size)):  # overwrites all of it
+        cache_writer(backend)(keys, values, *caches, Batch(slots_of_all, bounds, bounds, tables, 1, 1))
     query = torch.randn(int(bounds[-1]), heads, dim, generator=g)
     batch = Batch(
         torch.tensor(slots), bounds, torch.tensor(lengths).int(), tables, max(n for n, _ in spans), max(lengths)
@@ -171,10 +178,10 @@ def make(fmt, backend: str, rows: str, dim: int = 32, size: int = 32, heads: int
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", list(ROWS))
 @pytest.mark.parametrize("option", ["plain", "window", "softcap", "sinks"])
-def test_backend_equals_reference_over_the_stored_values(backend, rows, option, fmt):
+def test_backend_equals_reference_over_the_stored_values(backend, rows, option, token_fmt):
     if INTERPRETED and (rows, option) not in {("decode", "plain"), ("mixed", "sinks")}:
         pytest.skip("the interpreter is slow")
-    query, caches, plain, batch = make(fmt, backend, rows)
+    query, caches, plain, batch = make(token_fmt, backend, rows)
     options = {"scale": 0.2, **{"window": {"window": 9}, "softcap": {"softcap": 2.0}}.get(option, {})}
     if option == "sinks":
         options["sinks"] = torch.linspace(-1, 2, 6)
@@ -186,8 +193,8 @@ def test_backend_equals_reference_over_the_stored_values(backend, rows, option, 
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no triton")
-def test_reference_reads_quantized_caches(fmt):
-    query, caches, plain, batch = make(fmt, "torch", "mixed", dim=12, size=5)
+def test_reference_reads_quantized_caches(token_fmt):
+    query, caches, plain, batch = make(token_fmt, "torch", "mixed", dim=12, size=5)
     want = paged_backend("reference")(query.double(), *plain, batch, scale=0.3)
     got = paged_backend("reference")(query.double(), *caches, batch, scale=0.3)
     torch.testing.assert_close(got, want)
@@ -196,7 +203,7 @@ def test_reference_reads_quantized_caches(fmt):
 @pytest.mark.skipif(INTERPRETED, reason="needs no triton")
 @pytest.mark.parametrize("isa", ["native", "portable"])
 @pytest.mark.parametrize("dim", [20, 64, 128])
-def test_native_codes_are_those_of_the_definition(fmt, isa, dim, monkeypatch):
+def test_native_codes_are_those_of_the_definition(token_fmt, isa, dim, monkeypatch):
     """To the bit: through the native cache's layout, identity attention gives each stored value back."""
     from llmopt.runtime.kernels import build
     from llmopt.runtime.kernels.attention import allocate_kv, write_kv
@@ -207,17 +214,17 @@ def test_native_codes_are_those_of_the_definition(fmt, isa, dim, monkeypatch):
     size, heads = 32, 2
     g = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 2 * size, heads, dim, generator=g) * torch.logspace(-3, 3, 2 * size)[:, None, None]
-    keys, values = allocate_kv(2, size, heads, dim, fmt.dtype)
+    keys, values = allocate_kv(2, size, heads, dim, token_fmt.dtype)
     write_kv(k, v, keys, values, torch.arange(2 * size).flip(0))
     padded = -(-dim // 32) * 32
     for x, cache, by_token in ((k, keys, False), (v, values, True)):
-        codes, scales = quantize(x.flip(0), fmt)
-        width = padded * fmt.bits // 8 * size
+        codes, scales = quantize(x.flip(0), token_fmt)
+        width = padded * token_fmt.bits // 8 * size
         flat = cache.view(torch.uint8).reshape(2, heads, -1)
         got = flat[..., width:].contiguous().view(torch.bfloat16)
         assert torch.equal(got, scales.view(2, size, heads).transpose(1, 2))
-        assert torch.equal(unpack(flat[..., :width], fmt, size, padded, by_token)[..., :dim],
-                           whole(codes, fmt).view(2, size, heads, dim).transpose(1, 2))  # fmt: skip
+        assert torch.equal(unpack(flat[..., :width], token_fmt, size, padded, by_token)[..., :dim],
+                           whole(codes, token_fmt).view(2, size, heads, dim).transpose(1, 2))  # fmt: skip
 
 
 def whole(codes: torch.Tensor, fmt) -> torch.Tensor:
@@ -242,12 +249,12 @@ def unpack(flat: torch.Tensor, fmt, size: int, dim: int, by_token: bool) -> torc
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no triton")
-def test_native_rows_do_not_depend_on_company_chunks_or_threads(fmt):
+def test_native_rows_do_not_depend_on_company_chunks_or_threads(token_fmt):
     """The same bits whether a row is alone, in a batch, in a chunk, split over threads or not."""
     from llmopt.runtime.kernels.native import get_num_threads, set_num_threads
 
     before = get_num_threads()
-    query, caches, _, batch = make(fmt, "compiled", "mixed", dim=64)
+    query, caches, _, batch = make(token_fmt, "compiled", "mixed", dim=64)
     try:
         set_num_threads(1)
         whole = paged_backend("compiled")(query, *caches, batch, scale=0.2, window=40)
@@ -267,11 +274,11 @@ def test_native_rows_do_not_depend_on_company_chunks_or_threads(fmt):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no triton")
-def test_native_long_contexts_are_split_to_the_same_bits(fmt):
+def test_native_long_contexts_are_split_to_the_same_bits(token_fmt):
     from llmopt.runtime.kernels.native import get_num_threads, set_num_threads
 
     before, results = get_num_threads(), []
-    query, caches, _, batch = make(fmt, "compiled", "decode", dim=64)
+    query, caches, _, batch = make(token_fmt, "compiled", "decode", dim=64)
     table = torch.randint(0, caches[0].shape[0], (1, 50), generator=torch.Generator().manual_seed(2)).int()
     long = Batch(batch.slots[:1], torch.tensor([0, 1]).int(), torch.tensor([1571]).int(), table, 1, 1571)
     try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..kernels.kv_format import format_of, read, turn_back
+from ..kernels.kv_format import format_of, read, read_keys, turn_back
+from .exact_keys import last_keys, row_keys, seen_keys
 from .layer import Batch, visible
 
 if TYPE_CHECKING:
@@ -116,16 +117,16 @@ def paged_attention_torch(
     sink_tokens: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    new_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [T, H, Dk], key_cache [N, B, Hkv, Dk], value_cache [N, B, Hkv, Dv] → [T, H, Dv] in the query's dtype.
 
     The batch's own keys and values are in the caches already. Of quantized caches only the gathered blocks are
-    dequantized, to the query's dtype.
+    dequantized, to the query's dtype. new_keys: see `op.paged_backend`.
     """
     import torch
 
-    block_size, device, fmt, dtype = key_cache.shape[1], query.device, format_of(key_cache.dtype), query.dtype
-    query = turn_back(query, fmt)
+    block_size, device, fmt, dtype = value_cache.shape[1], query.device, format_of(key_cache.dtype), query.dtype
     value_dim = value_cache.shape[-1] if fmt is None else fmt.dim_of(value_cache.shape[-1])
     out = query.new_empty(query.shape[0], query.shape[1], value_dim)
     groups, others = decode_groups(batch)
@@ -141,9 +142,14 @@ def paged_attention_torch(
         if (window, chunk, sink_tokens) not in reach:
             inside, positions = blocks_in_reach(tables, lengths, window, sink_tokens, block_size)
             mask = visible(lengths[:, None] - 1, positions, window, chunk, sink_tokens)[:, None]
-            reach[window, chunk, sink_tokens] = (inside, mask)
-        tables, mask = reach[window, chunk, sink_tokens]
-        keys = read(key_cache, tables, fmt, dtype).flatten(1, 2).transpose(1, 2)
+            last = (positions[:, ::block_size] == (lengths[:, None] - 1) // block_size * block_size).int().argmax(1)
+            reach[window, chunk, sink_tokens] = (inside, mask, last)
+        tables, mask, last = reach[window, chunk, sink_tokens]
+        keys = read_keys(key_cache, tables, block_size, fmt, dtype)
+        if new_keys is not None:
+            exact = last_keys(key_cache, value_cache, batch, index)
+            keys[torch.arange(len(rows), device=device), last] = exact.to(dtype)
+        keys = keys.flatten(1, 2).transpose(1, 2)
         values = read(value_cache, tables, fmt, dtype).flatten(1, 2).transpose(1, 2)
         out[tokens] = scaled_dot_product(
             query[tokens][:, :, None],
@@ -157,6 +163,12 @@ def paged_attention_torch(
     for row in others:
         first, last, length = batch.query_bounds[row], batch.query_bounds[row + 1], batch.lengths[row]
         table = batch.block_tables[row, : -(-length // block_size)].long()
+        if new_keys is not None:
+            out[first:last] = channel_attention(
+                query[first:last], new_keys[first:last], key_cache, value_cache, batch, row, scale=scale, window=window,
+                chunk=chunk, sink_tokens=sink_tokens, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+            continue
         kept = -(-sink_tokens // block_size)
         gone = max(0, (length - (last - first) - window + 1) // block_size - kept) if window and sink_tokens else 0
         if gone:  # blocks between the kept ones and the first query's window
@@ -169,6 +181,38 @@ def paged_attention_torch(
             softcap=softcap, sinks=sinks, gap=(kept * block_size, gone * block_size),
         )  # fmt: skip
     return turn_back(out, fmt)
+
+
+def channel_attention(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: Batch,
+    row: int,
+    *,
+    scale: float,
+    window: int,
+    chunk: int,
+    sink_tokens: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """A row's queries [Q, H, Dk] over keys by channel, its own new_keys [Q, Hkv, Dk] among them: [Q, H, Dv], of rotated
+    values."""
+    import torch
+
+    size, length, fmt, device = value_cache.shape[1], batch.lengths[row], format_of(key_cache.dtype), query.device
+    keys, positions = row_keys(new_keys, key_cache, value_cache, batch, row, query.dtype)
+    table = batch.block_tables[row, : -(-length // size)].long()
+    values = read(value_cache, table, fmt, query.dtype).flatten(0, 1)[positions]
+    queries = torch.arange(length - query.shape[0], length, device=device)
+    mask = seen_keys(queries, positions, length, size, window, chunk, sink_tokens)[None, None]
+    attended = scaled_dot_product(
+        query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], mask, scale=scale,
+        softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    return attended[0].transpose(0, 1)
 
 
 def chunk_attention(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import RunError
 from .layer import AttentionLayer, Batch
-from .op import active_step, attend, batch_of, gathered_backend, register_ops, write_kv
+from .op import active_step, attend, batch_of, gathered_backend, register_ops
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -134,7 +134,8 @@ class StepCache:
         if layer.kind != "gather":
             return key, value
         key_cache, value_cache = self.kv[2 * layer.group][layer.index], self.kv[2 * layer.group + 1][layer.index]
-        write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, self.slots)
+        for new, cache in ((key, key_cache), (value, value_cache)):
+            cache.flatten(0, 1).index_copy_(0, self.slots, new[0].transpose(0, 1).to(cache.dtype))
         return tuple(
             cache.flatten(0, 1).index_select(0, self.gather_slots).transpose(0, 1)[None].to(key.dtype)
             for cache in (key_cache, value_cache)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...optimizer.errors import RunError
 from ..kernels import kv_format
 from ..kernels.kv_format import format_of
+from .exact_keys import by_channel, write_keys
 from .layer import AttentionLayer, Batch
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def batch_of(slots: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables
 
 @cache
 def paged_backend(name: str) -> Callable[..., Tensor]:
-    """The function of a backend: (query, key_cache, value_cache, batch, *, scale, window, …) → out.
+    """The function of a backend: (query, key_cache, value_cache, batch, *, scale, window, …) → out. With keys by
+    channel also new_keys [T, H, Dk], the step's own: blocks that it fills are read as they are by their own tokens.
 
     `invariant:` before a name attends each sequence in a call of its own. Raises RunError for a name that is not a
     backend, and what its import raises where its library is absent.
@@ -110,6 +112,8 @@ def _one_by_one(
     key_cache: Tensor,
     value_cache: Tensor,
     batch: Batch,
+    *,
+    new_keys: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """A backend's function called once a sequence: how it splits its work then depends on that sequence alone."""
@@ -132,7 +136,14 @@ def _one_by_one(
     spans = batch.query_bounds
     return torch.cat(
         [
-            function(query[spans[row] : spans[row + 1]], key_cache, value_cache, part, **options)
+            function(
+                query[spans[row] : spans[row + 1]],
+                key_cache,
+                value_cache,
+                part,
+                **({} if new_keys is None else {"new_keys": new_keys[spans[row] : spans[row + 1]]}),
+                **options,
+            )
             for row, part in enumerate(parts)
         ]
     )
@@ -148,11 +159,14 @@ def gathered_backend(name: str) -> Callable[..., Tensor]:
     return function
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """key [T, H, Dk] and value [T, H, Dv] into the slots of caches [N, B, H, D], quantized as their dtype says."""
-    fmt = format_of(key_cache.dtype)
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch) -> None:
+    """key [T, H, Dk] and value [T, H, Dv] of a step into caches [N, B, H, D], quantized as their dtype says."""
+    fmt, slots = format_of(key_cache.dtype), batch.slots
     if fmt is not None:
-        kv_format.write(key, key_cache, slots, fmt)
+        if fmt.by_channel:
+            write_keys(key, key_cache, value_cache, batch)
+        else:
+            kv_format.write(key, key_cache, slots, fmt)
         kv_format.write(value, value_cache, slots, fmt)
         return
     key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
@@ -160,8 +174,8 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 @cache
-def cache_writer(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
-    """How a backend's pool is written: (key, value, key_cache, value_cache, slots)."""
+def cache_writer(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Batch], None]:
+    """How a backend's pool is written: (key, value, key_cache, value_cache, batch)."""
     if name.removeprefix(INVARIANT) == "compiled":
         from .compiled import write_kv_compiled
 
@@ -183,12 +197,13 @@ def attend(
     backend: str,
 ) -> Tensor:
     """Write one layer's new keys and values into the pool, then attend. query [T, H, Dk] → [T, H, Dv]."""
-    cache_writer(backend)(key, value, key_cache, value_cache, batch.slots)
+    cache_writer(backend)(key, value, key_cache, value_cache, batch)
     return paged_backend(backend)(
         query,
         key_cache,
         value_cache,
         batch,
+        **({"new_keys": key} if by_channel(key_cache.dtype) else {}),
         scale=scale,
         window=layer.window,
         chunk=layer.chunk,
@@ -224,12 +239,13 @@ def register_ops() -> Any:
     ) -> torch.Tensor:
         batch = batch_of(slots, cu_seqlens_q, seq_lens, block_tables)
         key_cache, value_cache = key_pool[layer], value_pool[layer]
-        cache_writer(backend)(key, value, key_cache, value_cache, slots)
+        cache_writer(backend)(key, value, key_cache, value_cache, batch)
         return paged_backend(backend)(
             query,
             key_cache,
             value_cache,
             batch,
+            **({"new_keys": key} if by_channel(key_cache.dtype) else {}),
             scale=scale,
             window=window,
             chunk=chunk,

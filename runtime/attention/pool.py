@@ -24,7 +24,7 @@ class KVGroup:
     """key: [L, N, B, H, Dk], value: [L, N, B, H, Dv]: L layers, N blocks of B tokens.
 
     The compiled backend has a layout of its own, with the same two outermost dimensions. The last dimension of a
-    quantized pool counts bytes (`kv_format.split`).
+    quantized pool counts bytes (`kv_format.split`); keys by channel are [L, N, H, bytes] (`kv_format.split_keys`).
     """
 
     key: torch.Tensor
@@ -52,8 +52,8 @@ def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.
     fmt = format_of(dtype)
     if fmt is None:
         return bytes_per_block(layers, block_size, dtype.itemsize)
-    sizes = (h * (fmt.vector_bytes(dk) + fmt.vector_bytes(dv)) for h, dk, dv in (x.cache_shape for x in layers))
-    return sum(sizes) * block_size
+    shapes = (layer.cache_shape for layer in layers)
+    return sum(h * (fmt.key_bytes(block_size, dk) + block_size * fmt.vector_bytes(dv)) for h, dk, dv in shapes)
 
 
 class KVPool:
@@ -88,13 +88,18 @@ class KVPool:
 
                     self.groups.append(KVGroup(*allocate(count, num_blocks + 1, block_size, heads, key_dim, dtype)))
                     continue
-                if fmt is not None:
-                    key_dim, value_dim = fmt.vector_bytes(key_dim), fmt.vector_bytes(value_dim)
                 shape = (count, num_blocks + 1, block_size, heads)
+                key_shape, value_shape = (*shape, key_dim), (*shape, value_dim)
+                if fmt is not None:
+                    key_shape, value_shape = (*shape, fmt.vector_bytes(key_dim)), (*shape, fmt.vector_bytes(value_dim))
+                    if fmt.by_channel:
+                        key_shape = (count, num_blocks + 1, heads, fmt.key_bytes(block_size, key_dim))
                 self.groups.append(
                     KVGroup(
-                        torch.zeros(*shape, key_dim, dtype=torch.uint8 if fmt else dtype, device=device).view(dtype),
-                        torch.zeros(*shape, value_dim, dtype=torch.uint8 if fmt else dtype, device=device).view(dtype),
+                        *(
+                            torch.zeros(*one, dtype=torch.uint8 if fmt else dtype, device=device).view(dtype)
+                            for one in (key_shape, value_shape)
+                        )
                     )
                 )
         except RuntimeError as error:  # torch raises RuntimeError on CPU and its subclass OutOfMemoryError on CUDA

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..kernels.kv_format import format_of, read, turn_back
+from ..kernels.kv_format import format_of, read, read_keys, turn_back
+from .exact_keys import by_channel, row_keys, seen_keys
 from .layer import Batch, visible
 
 if TYPE_CHECKING:
@@ -53,27 +54,34 @@ def paged_attention_reference(
     sink_tokens: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    new_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [T, H, Dk], key_cache [N, B, Hkv, Dk], value_cache [N, B, Hkv, Dv] → [T, H, Dv] in the query's dtype.
 
-    The batch's own keys and values are in the caches already. Quantized caches are dequantized first.
+    The batch's own keys and values are in the caches already. Quantized caches are dequantized first. new_keys: see
+    `op.paged_backend`.
     """
     import torch
 
-    block_size, fmt = key_cache.shape[1], format_of(key_cache.dtype)
+    block_size, fmt = value_cache.shape[1], format_of(key_cache.dtype)
     value_dim = value_cache.shape[-1] if fmt is None else fmt.dim_of(value_cache.shape[-1])
     out = query.new_empty(query.shape[0], query.shape[1], value_dim)
     for row, length in enumerate(batch.lengths):
         first, last = batch.query_bounds[row], batch.query_bounds[row + 1]
         positions = torch.arange(length, device=query.device)
         table = batch.block_tables[row, : -(-length // block_size)].long()
-        keys, values = (
-            turn_back(read(cache, table, fmt, torch.float64).flatten(0, 1)[:length], fmt)
-            for cache in (key_cache, value_cache)
-        )
+        values = turn_back(read(value_cache, table, fmt, torch.float64).flatten(0, 1)[:length], fmt)
+        if by_channel(key_cache.dtype) and new_keys is not None:
+            keys, positions = row_keys(new_keys[first:last], key_cache, value_cache, batch, row, torch.float64)
+            values = values[positions]
+        else:
+            keys = read_keys(key_cache, table, block_size, fmt, torch.float64).flatten(0, 1)[:length]
         for token in range(first, last):
             at = torch.tensor([length - (last - token)], device=query.device)
-            seen = visible(at, positions, window, chunk, sink_tokens)[0]
+            if new_keys is not None:
+                seen = seen_keys(at, positions, length, block_size, window, chunk, sink_tokens)[0]
+            else:
+                seen = visible(at, positions, window, chunk, sink_tokens)[0]
             out[token] = attend_one(query[token], keys, values, seen, scale=scale, softcap=softcap, sinks=sinks).to(
                 query.dtype
             )

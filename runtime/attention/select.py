@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...optimizer.errors import RunError
 from ..kernels.kv_format import UnsupportedFormat, cache_dtype_name, format_of
+from .exact_keys import by_channel
 from .layer import AttentionLayer
 from .op import BACKENDS
 
@@ -50,14 +51,15 @@ def _shape_fault(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_siz
     return ""
 
 
-def _format_fault(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> str:
+def _format_fault(layers: Sequence[AttentionLayer], dtype: torch.dtype, block_size: int | None) -> str:
     """Why no backend can quantize these layers' keys and values; empty where they can, or have nothing to quantize."""
     fmt = format_of(dtype)
     if fmt is None:
         return ""
     if any(layer.kind != "paged" for layer in layers):
         return f"latent attention has no {fmt.name} cache"
-    return next((why for x in layers for d in x.cache_shape[1:] if (why := fmt.fault(d))), "")
+    why = fmt.block_fault(block_size or DEFAULT_BLOCK)
+    return why or next((why for x in layers if (why := fmt.fault(*x.cache_shape[1:]))), "")
 
 
 def refusal(
@@ -66,7 +68,7 @@ def refusal(
     """Why a backend cannot run these layers here; empty where it can."""
     import torch
 
-    why = _format_fault(layers, dtype)
+    why = _format_fault(layers, dtype, block_size)
     if why or name in ("reference", "torch"):
         return why
     if name == "compiled":
@@ -84,6 +86,8 @@ def refusal(
             return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
         if any(layer.kind != "paged" for layer in layers):
             return "latent attention runs in gather mode"
+        if by_channel(dtype):
+            return "its kernels read no keys by channel (int4); torch's operators do"
         return ""
     if device.type != "cuda":
         return "it needs a CUDA device"
@@ -106,7 +110,13 @@ def refusal(
     return _shape_fault(layers, dtype, block_size, 256)
 
 
+DEFAULT_BLOCK = 32
+"""Of keys by channel: shorter blocks have more scales than the memory is worth, longer ones wider ranges."""
 BLOCK_SIZES = {"reference": 16, "torch": 16, "compiled": 32, "triton": 16, "varlen": 256, "flash_attn": 256}
+
+
+def _block_size(name: str, dtype: torch.dtype) -> int:
+    return DEFAULT_BLOCK if by_channel(dtype) else BLOCK_SIZES[name]
 
 
 def choose(
@@ -129,16 +139,17 @@ def choose(
         why = refusal(wanted, layers, dtype, device, block_size)
         if why:
             raise RunError(f"attention backend {wanted!r} cannot run here: {why}", what_to_do="Use attention='auto'")
-        return AttentionChoice(wanted, "asked for", block_size or BLOCK_SIZES[wanted])
+        return AttentionChoice(wanted, "asked for", block_size or _block_size(wanted, dtype))
     order = ("varlen", "flash_attn", "triton", "torch") if device.type == "cuda" else ("compiled", "torch")
     refused = []
     for name in order:
         why = refusal(name, layers, dtype, device, block_size)
         if not why:
             first = "first choice" if not refused else "fallback"
-            return AttentionChoice(name, f"{first} on {device.type}", block_size or BLOCK_SIZES[name], tuple(refused))
+            size = block_size or _block_size(name, dtype)
+            return AttentionChoice(name, f"{first} on {device.type}", size, tuple(refused))
         refused.append((name, why))
-    why = _format_fault(layers, dtype)
+    why = _format_fault(layers, dtype, block_size)
     if why:
         raise UnsupportedFormat(
             f"this model's keys and values cannot be kept as asked: {why}", "kv_dtype", "Use kv_dtype='auto'"

@@ -24,10 +24,15 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens. With `prefix_caching=False` nothing is ever matched."""
+    """`num_blocks` blocks of `block_size` tokens. With `prefix_caching=False` nothing is ever matched.
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    tail_blocks: blocks that every table has beyond those of its tokens, for the runner's own use
+    (`ModelRunner.tail_blocks`).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, tail_blocks: int = 0) -> None:
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
+        self.tail_blocks = tail_blocks
         self.pack = Struct(f"{block_size}i").pack
         """A block's token ids as bytes, 32 bits each: with the parent's hash they are one block of BLAKE2b, not two."""
         self.ref_counts = [0] * num_blocks
@@ -119,8 +124,8 @@ class BlockTable:
         return blocks
 
     def missing(self, num_tokens: int) -> int:
-        """Blocks to allocate before `num_tokens` tokens fit (≤ 0: they fit)."""
-        return -(-num_tokens // self.pool.block_size) - len(self.ids)
+        """Blocks to allocate before `num_tokens` tokens, and the tail, fit (≤ 0: they fit)."""
+        return -(-num_tokens // self.pool.block_size) + self.pool.tail_blocks - len(self.ids)
 
     def grow(self, count: int) -> None:
         if count > 0:
@@ -131,7 +136,7 @@ class BlockTable:
 
     def trim(self, num_tokens: int) -> None:
         """Give back the blocks beyond those that `num_tokens` tokens need (drafts that were rejected)."""
-        keep = -(-num_tokens // self.pool.block_size)
+        keep = -(-num_tokens // self.pool.block_size) + self.pool.tail_blocks
         if len(self.ids) > keep:
             for block in reversed(self.ids[keep:]):
                 self.pool.release(block)

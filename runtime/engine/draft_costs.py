@@ -120,7 +120,8 @@ def measure(runner: Any, seconds: float = 0.6, execute: Callable[[StepPlan], Any
     Writes into the first blocks of the pool, which must be unused. execute: in the place of `runner.execute`.
     """
     execute = execute or runner.execute
-    room = min(runner.num_blocks * runner.block_size, runner.max_model_len)
+    blocks = runner.num_blocks - getattr(runner, "tail_blocks", 0)
+    room = min(blocks * runner.block_size, runner.max_model_len)
     sizes = [size for size in SIZES if size <= room] or [1]
     until = time.perf_counter() + seconds
     times: dict[int, float] = {}
@@ -144,10 +145,14 @@ def measure(runner: Any, seconds: float = 0.6, execute: Callable[[StepPlan], Any
 def least_time(runner: Any, execute: Callable[[StepPlan], Any], lengths: Sequence[int], context: int = 0) -> float:
     """Seconds of the fastest of three steps with verification rows of these lengths, each after `context` tokens."""
     size, rows, first = runner.block_size, [], 0
+    tail = getattr(runner, "tail_blocks", 0)
     for number, length in enumerate(lengths):
-        blocks = -(-(context + length) // size)
+        if tail:
+            context -= context % size  # a row that begins inside a block ends in it
+        blocks = -(-(context + length) // size) + tail
         table = tuple(range(first, first + blocks))
-        rows.append(Row(-1 - number, context, (0,) * length, table, length, length - 1))
+        drafts = 0 if tail else length - 1  # which are fewer than a block there; the work is the same
+        rows.append(Row(-1 - number, context, (0,) * length, table, length, drafts))
         first += blocks
     plan, best = StepPlan(tuple(rows)), float("inf")
     for _ in range(3):

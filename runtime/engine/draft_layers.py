@@ -55,14 +55,16 @@ def try_layers(
     model before them, which is what a draft pass does. runner: `runs_parts`; its pool must be unused. part: gives
     `execute` for some layers.
     """
-    size, trials = runner.block_size, []
+    size, tail, trials = runner.block_size, getattr(runner, "tail_blocks", 0), []
     plans, expected, first = [], [], 0
     for text in texts:
-        blocks = -(-len(text) // size)
+        if tail and 0 < len(text) % size < DEPTH < len(text) - size:  # the last tokens are a row inside one block
+            text = text[: len(text) // size * size]
+        blocks = -(-len(text) // size) + tail
         table = tuple(range(first, first + blocks))
         first += blocks
         start = len(text) - DEPTH
-        runner.execute(StepPlan((Row(-1, 0, tuple(text[:start]), table[: -(-start // size)], 0),)))
+        runner.execute(StepPlan((Row(-1, 0, tuple(text[:start]), table[: -(-start // size) + tail], 0),)))
         plans.append(StepPlan((Row(-1, start, tuple(text[start:]), table, DEPTH),)))
         expected.append(runner.execute(plans[-1]).argmax(-1).tolist())
     for layers in candidates(_count(runner)):

@@ -106,7 +106,8 @@ class Drafting:
 
     def _row(self, request: Request, start: int, tokens: Sequence[int], logits: int = 1) -> Row:
         end = start + len(tokens)
-        blocks = request.table.as_tuple()[: -(-end // request.table.pool.block_size)]
+        pool = request.table.pool
+        blocks = request.table.as_tuple()[: -(-end // pool.block_size) + pool.tail_blocks]
         return Row(request.id, start, tuple(tokens), blocks, logits)
 
     def _run(self, rows: Sequence[Row], places: Sequence[tuple[Request, tuple[int, ...]]]) -> list[int]:

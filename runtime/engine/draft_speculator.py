@@ -38,6 +38,12 @@ FORESEEN = 256
 Drafts = list[tuple[int, ...]]
 
 
+def in_block(request: Request) -> int:
+    """Most drafts that keep the row in the block of the last token, where the runner needs that (`one_tail`)."""
+    pool = request.table.pool
+    return -request.num_tokens % pool.block_size if pool.tail_blocks else request.max_total_tokens
+
+
 class Speculator:
     """Implements `Drafter` over one source of drafts, within the limits of load, KV pool and token budget.
 
@@ -98,7 +104,7 @@ class Speculator:
         if self.num_tokens is None and worthless(self.costs, self._load):
             return nothing
         longest = self.num_tokens or LONGEST
-        limits = [min(longest, r.max_total_tokens - r.num_tokens - 1) for r in requests]
+        limits = [min(longest, r.max_total_tokens - r.num_tokens - 1, in_block(r)) for r in requests]
         if isinstance(self.source, LookupSource):
             return self._looked_up(self.source, requests, limits)
         return self._by_model(self.source, requests, limits)

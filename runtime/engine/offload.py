@@ -21,7 +21,7 @@ from .scheduler_config import SchedulerConfig
 
 
 class Swapped(NamedTuple):
-    """A preempted request's copy: the host blocks, in order, of its first `num_computed` tokens."""
+    """A preempted request's copy: the host blocks, in order, of its first `num_computed` tokens, and of its tail."""
 
     blocks: tuple[int, ...]
     num_computed: int
@@ -86,9 +86,15 @@ class OffloadScheduler(Scheduler):
     """`Scheduler` with `num_host_blocks` blocks of host memory for preempted requests."""
 
     def __init__(
-        self, config: SchedulerConfig, num_blocks: int, block_size: int, num_host_blocks: int, costs: SwapCosts
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int,
+        costs: SwapCosts,
+        tail_blocks: int = 0,
     ) -> None:
-        super().__init__(config, num_blocks, block_size)
+        super().__init__(config, num_blocks, block_size, tail_blocks)
         self.host, self.costs = HostPool(num_host_blocks), costs
         self.swapping = True
         """False once a copy has failed: requests are computed again from then on."""
@@ -136,7 +142,7 @@ class OffloadScheduler(Scheduler):
     def _preempt(self, request: Request) -> None:
         arriving = self._arriving.pop(request.id, None)
         count = request.num_computed
-        blocks = -(-count // self.pool.block_size)
+        blocks = -(-count // self.pool.block_size) + (self.pool.tail_blocks if count % self.pool.block_size else 0)
         if arriving is not None:  # its copy is where it was
             request.swapped = arriving[0]
         elif self.swapping and 0 < blocks <= len(self.host.free) and self.costs.worth(blocks, count):

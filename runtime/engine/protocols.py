@@ -47,6 +47,9 @@ class ModelRunner(Protocol):
         same slots and gives the same logits. The engine relies on this to find the culprit when a step raises: it then
         executes the rows one by one. An exception leaves no state behind but the contents of the slots.
 
+        A runner may have an attribute `tail_blocks`: blocks that every row's table has beyond those of its tokens, to
+        keep what it must between a request's steps. The engine then cuts rows as `scheduler.one_tail` says.
+
         A plan with `num_logits == 0` (chunks of prompts only) returns an empty `[0, vocab_size]`.
         Raises whatever went wrong; the engine ends only the requests whose rows fail when they are executed alone.
         """

@@ -127,6 +127,8 @@ class EagerRunner:
         self._gathers = any(layer.kind == "gather" for layer in self.probe.layers)
         pool_dtype = cache_dtype(kv_dtype, self.dtype)
         self.kv_dtype = cache_dtype_name(pool_dtype)
+        fmt = format_of(pool_dtype)
+        self.tail_blocks = fmt.tail_blocks if fmt else 0
         self.attention: AttentionChoice = choose(attention, layers, pool_dtype, self.device, block_size)
         self.notes.append(str(self.attention))
         self.block_size = self.attention.block_size
@@ -146,7 +148,12 @@ class EagerRunner:
                 kv_cache_memory=kv_cache_memory,
                 memory_utilization=memory_utilization,
                 max_useful_blocks=useful_blocks(
-                    self.sliding, self.max_model_len, self.block_size, max_num_seqs, max_num_batched_tokens
+                    self.sliding,
+                    self.max_model_len,
+                    self.block_size,
+                    max_num_seqs,
+                    max_num_batched_tokens,
+                    self.tail_blocks,
                 ),
                 warm_up=lambda: self._warm_up(pool_dtype, max_num_batched_tokens),
             )
@@ -179,12 +186,12 @@ class EagerRunner:
 
     def _allocate(self, num_blocks: int, dtype: torch.dtype) -> None:
         self._pool = KVPool(self.probe.layers, num_blocks, self.block_size, dtype, self.device, self.attention.name)
-        self._builder = BatchBuilder(self.block_size, num_blocks)
+        self._builder = BatchBuilder(self.block_size, num_blocks, fmt=format_of(dtype))
 
     def _warm_up(self, dtype: torch.dtype, tokens: int) -> None:
         """The largest step, over a pool that just holds it."""
         tokens = min(tokens, self.max_model_len)
-        blocks = -(-tokens // self.block_size)
+        blocks = -(-tokens // self.block_size) + self.tail_blocks
         self._allocate(blocks, dtype)
         row = Row(request_id=-1, start=0, token_ids=(0,) * tokens, block_table=tuple(range(blocks)), num_logits=1)
         EagerRunner.execute(self, StepPlan((row,)))

@@ -31,9 +31,9 @@ def self_check(runner: Any) -> float:
     """
     import torch
 
-    size = runner.block_size
+    size, tail = runner.block_size, getattr(runner, "tail_blocks", 0)
     long, short = min(13, runner.max_model_len), min(7, runner.max_model_len)
-    blocks_long, blocks_short = -(-long // size), -(-short // size)
+    blocks_long, blocks_short = -(-long // size) + tail, -(-short // size) + tail
     if blocks_long + blocks_short > runner.num_blocks or long < 3:
         runner.notes.append("self-check skipped: the pool or the context is too small for it")
         return 0.0
@@ -44,7 +44,9 @@ def self_check(runner: Any) -> float:
     table_a = tuple(range(blocks_long - 1, -1, -1))
     table_b = tuple(range(blocks_long + blocks_short - 1, blocks_long - 1, -1))
     cut = max(1, long - 4)
-    runner.execute(StepPlan((Row(-1, 0, tuple(first[:cut].tolist()), table_a[: -(-cut // size)], 0),)))
+    if tail and cut // size != (long - 1) // size:  # a row that begins inside a block ends in it
+        cut = (long - 1) // size * size
+    runner.execute(StepPlan((Row(-1, 0, tuple(first[:cut].tolist()), table_a[: -(-cut // size) + tail], 0),)))
     got = runner.execute(
         StepPlan(
             (

@@ -85,8 +85,9 @@ class CompileRunner(EagerRunner):
 
     def _compile_graphs(self) -> None:
         """Trace both graphs over the first blocks of the pool."""
-        one = Row(-1, 0, (0,), (0,), 1)
-        many = Row(-2, 0, (0,) * min(3, self.block_size, self.max_model_len), (0,), 1)
+        table = tuple(range(1 + self.tail_blocks))
+        one = Row(-1, 0, (0,), table, 1)
+        many = Row(-2, 0, (0,) * min(3, self.block_size, self.max_model_len), table, 1)
         for plan in (StepPlan((one,)), StepPlan((many, one)), StepPlan((many,))):
             try:
                 self.execute(plan)

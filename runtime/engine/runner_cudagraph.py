@@ -101,7 +101,7 @@ class CudaGraphRunner(EagerRunner):
                 compiler = None
         run = self.model if compiler is None else compile_model(self.model, compiler)
         sizes = bucket_sizes(largest)
-        width = -(-self.max_model_len // self.block_size)
+        width = -(-self.max_model_len // self.block_size) + self.tail_blocks
         with torch.inference_mode():
             whole = self._buffers(largest, width)
             self._logits = torch.empty(largest, self.vocab_size, device=self.device)
@@ -195,7 +195,7 @@ class CudaGraphRunner(EagerRunner):
                 step.positions[:, count:].zero_()
                 step.batch.slots[count:].fill_(scratch * self.block_size)
                 step.batch.seq_lens[count:].fill_(1)
-                step.batch.block_tables[count:, :1].fill_(scratch)
+                step.batch.block_tables[count:, : 1 + self.tail_blocks].fill_(scratch)
             replay()
         return self._logits[:count]
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...optimizer.errors import RunError
 from ..attention.layer import Batch
+from ..kernels.kv_format import KVFormat
 from .plan import Row, StepPlan
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class StepTensors:
 class BatchBuilder:
     """Lays plans out. Remembers each request's block table as an array, so that a step only adds what is new."""
 
-    def __init__(self, block_size: int, num_blocks: int, min_width: int = 1) -> None:
+    def __init__(self, block_size: int, num_blocks: int, min_width: int = 1, fmt: KVFormat | None = None) -> None:
         self.block_size, self.num_blocks, self.min_width = block_size, num_blocks, min_width
+        self.format = fmt if fmt is not None and fmt.tail_blocks else None
         self._tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
 
     def table(self, row: Row) -> np.ndarray:
@@ -67,6 +69,19 @@ class BatchBuilder:
         self._tables[row.request_id] = (row.block_table, array)
         return array
 
+    def check_tails(self, rows: Sequence[Row]) -> None:
+        """Raises RunError for a row that lacks the blocks of its tail, or needs two tails (`kv_format.py`)."""
+        fmt, size = self.format, self.block_size
+        assert fmt is not None
+        for row in rows:
+            if (len(row.block_table) - fmt.tail_blocks) * size < row.end:
+                what = f"{len(row.block_table)} blocks of {size} for {row.end} tokens and a tail of {fmt.tail_blocks}"
+            elif fmt.crosses(row.start, row.end, row.num_drafts, size):
+                what = f"tokens {row.start} … {row.end - 1} with {row.num_drafts} drafts cross a block of {size}"
+            else:
+                continue
+            raise RunError(f"malformed row for a KV cache {fmt.name}: {what}", f"request {row.request_id}")
+
     def arrays(self, plan: StepPlan) -> StepArrays:
         """Raises RunError for a row without tokens, or whose block table does not cover it."""
         rows = plan.rows
@@ -82,6 +97,8 @@ class BatchBuilder:
                     f"{size}, {row.num_logits} logits",
                     f"request {row.request_id}",
                 )
+        if self.format is not None:
+            self.check_tails(rows)
         count = len(rows)
         lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, count)
         starts = np.fromiter((row.start for row in rows), np.int64, count)

@@ -46,6 +46,9 @@ class BatchInvariantRunner(EagerRunner):
         super().__init__(model, **options)
         self.probe.attach(f"invariant:{self.attention.name}")
         self.tile = tile_size(self)
+        if self.tail_blocks and self.block_size % self.tile:
+            self.close()
+            raise UsageError(f"keys by channel need blocks of a multiple of {self.tile} tokens here")
         self.notes.append(
             f"batch-invariant: each request runs by itself in tiles of {self.tile} token{'s' * (self.tile > 1)}; "
             "throughput does not grow with the batch"
@@ -84,8 +87,8 @@ class BatchInvariantRunner(EagerRunner):
         positions[real] = np.arange(low, high)
         token_ids = np.zeros(tile, np.int64)
         token_ids[real] = row.token_ids[low - row.start : high - row.start]
-        table = self._builder.table(row)[: -(-high // size)]
-        block_tables = np.full((tile, max(len(table), 1)), self.num_blocks, np.int32)
+        table = self._builder.table(row)[: -(-high // size) + self.tail_blocks]
+        block_tables = np.full((tile, max(len(table), 1 + self.tail_blocks)), self.num_blocks, np.int32)
         block_tables[real] = table
         slots = np.full(tile, self.num_blocks * size, np.int64)
         slots[real] = table[positions[real] // size].astype(np.int64) * size + positions[real] % size

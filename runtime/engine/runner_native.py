@@ -143,6 +143,8 @@ class NativeRunner:
         own = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
         dtype = cache_dtype(kv_dtype, own)
         self.kv_dtype = cache_dtype_name(dtype)
+        fmt = format_of(dtype)
+        self.tail_blocks = fmt.tail_blocks if fmt else 0
         self.num_blocks = num_blocks or self._blocks(kv_cache_memory, dtype, max_num_seqs, max_num_batched_tokens)
         cache_bytes = self.decoder.allocate_kv(self.num_blocks, self.block_size, dtype)
         formats = ", ".join(f"{n} × {name}" for name, n in sorted(self.decoder.linear_formats.items()))
@@ -163,7 +165,7 @@ class NativeRunner:
         self._host = host_blocks(self.decoder.kv_cache, offload_gib, self.sliding)
         self.num_host_blocks = 0 if self._host is None else self._host.count
         self.swap_seconds = 0.0 if self._host is None else self._host.seconds_per_block
-        self._builder = BatchBuilder(self.block_size, self.num_blocks)
+        self._builder = BatchBuilder(self.block_size, self.num_blocks, fmt=fmt)
         self._logits = torch.empty(0, self.vocab_size)
         self._closed = False
 
@@ -173,9 +175,9 @@ class NativeRunner:
         decoder = self.decoder
         per_block = decoder.num_layers * block_bytes(self.block_size, decoder.num_kv_heads, decoder.head_dim, dtype)
         budget = DEFAULT_CPU_BYTES if budget is None else budget
-        useful = useful_blocks(self.sliding, self.max_model_len, self.block_size, max_num_seqs, step)
+        useful = useful_blocks(self.sliding, self.max_model_len, self.block_size, max_num_seqs, step, self.tail_blocks)
         blocks = min(budget // per_block, useful)
-        if blocks < 1:
+        if blocks < 1 + self.tail_blocks:
             raise RunError(
                 f"a KV budget of {budget / 2**20:.1f} MiB holds no block of {self.block_size} tokens "
                 f"({per_block / 2**20:.2f} MiB)",
@@ -216,6 +218,8 @@ class NativeRunner:
         import torch
 
         rows, size, count = plan.rows, self.block_size, len(plan.rows)
+        if self.tail_blocks:
+            self._builder.check_tails(rows)
         tables = [self._builder.table(row) for row in rows]
         width = max(map(len, tables))
         flat: list[int] = [row.token_ids[0] for row in rows]

@@ -50,12 +50,15 @@ def sliding_layers(layers: Sequence[AttentionLayer], sliding: Sliding) -> tuple[
     return tuple(changed)
 
 
-def useful_blocks(sliding: Sliding | None, max_model_len: int, block_size: int, max_num_seqs: int, step: int) -> int:
-    """Most blocks that `max_num_seqs` requests fill. step: tokens in the largest step, which a prompt's chunk adds."""
-    whole = -(-max_model_len // block_size)
+def useful_blocks(
+    sliding: Sliding | None, max_model_len: int, block_size: int, max_num_seqs: int, step: int, tail_blocks: int = 0
+) -> int:
+    """Most blocks that `max_num_seqs` requests fill. step: tokens in the largest step, which a prompt's chunk adds.
+    tail_blocks: see `BlockPool`."""
+    whole = max_num_seqs * (-(-max_model_len // block_size) + tail_blocks)
     if sliding is None:
-        return max_num_seqs * whole
-    return min(max_num_seqs * whole, max_num_seqs * sliding.most_blocks(block_size) + -(-step // block_size))
+        return whole
+    return min(whole, max_num_seqs * (sliding.most_blocks(block_size) + tail_blocks) + -(-step // block_size))
 
 
 def sliding_note(sliding: Sliding, block_size: int, max_model_len: int, own: Sequence[int]) -> str:

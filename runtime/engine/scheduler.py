@@ -34,9 +34,9 @@ from .scheduler_config import SchedulerConfig
 class Scheduler:
     """Owns the queue, the running list and the block pool. Every call must come from one thread."""
 
-    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int, tail_blocks: int = 0) -> None:
         self.config = config
-        self.pool = BlockPool(num_blocks, block_size, config.prefix_caching)
+        self.pool = BlockPool(num_blocks, block_size, config.prefix_caching, tail_blocks)
         self.requests: dict[int, Request] = {}
         """Every request that has been added and has not ended."""
         self.running: list[Request] = []
@@ -56,7 +56,7 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Tokens that the whole pool holds: no request may be longer."""
-        return self.pool.num_blocks * self.pool.block_size
+        return (self.pool.num_blocks - self.pool.tail_blocks) * self.pool.block_size
 
     @property
     def has_work(self) -> bool:
@@ -136,6 +136,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         logit_rows = self.config.max_prompt_logprob_tokens
         size, free, new = self.pool.block_size, self.pool.free, tuple.__new__
+        tail = self.pool.tail_blocks * size
         slack = budget - len(running)
         """Tokens beyond the one that each running request is to get."""
         for request in running:  # preemption shortens the list at its end, which a list's iterator bears
@@ -143,9 +144,9 @@ class Scheduler:
             if len(own) - start == 1:  # decoding, with drafts or without: the common case, kept short
                 drafts = request.drafts
                 count = 1 + len(drafts)
-                if count == 1 or (count <= slack + 1 and start + count < request.max_total_tokens):
+                if count == 1 or (count <= slack + 1 and start + count < request.max_total_tokens and not tail):
                     blocks = table.blocks or table.as_tuple()
-                    spare = len(blocks) * size - start - count
+                    spare = len(blocks) * size - start - count - tail
                     if spare < 0 and (missing := -(spare // size)) <= len(free):
                         table.grow(missing)
                         blocks, spare = table.as_tuple(), spare + missing * size
@@ -245,6 +246,8 @@ class Scheduler:
         if request.wants_prompt_logprobs:
             first_logit = max(start, request.num_prompt_logprobs)
             length = min(length, max(1, first_logit - start + logit_rows))
+        if self.pool.tail_blocks:
+            length = one_tail(start, length, num_tokens, self.pool.block_size)
         table = request.table
         missing = table.missing(start + length)
         if missing > self.pool.num_free and start + length > num_tokens:  # drafts are given up before anyone's blocks
@@ -263,7 +266,7 @@ class Scheduler:
             inside += drafts[: end - num_tokens]
         num_logits = max(0, end - max(start, first_logit))
         blocks = table.as_tuple()
-        needed = -(-end // self.pool.block_size)
+        needed = -(-end // self.pool.block_size) + self.pool.tail_blocks
         if len(blocks) != needed:
             blocks = blocks[:needed]
         return Row(request.id, start, tuple(inside), blocks, num_logits, max(0, end - num_tokens))
@@ -273,7 +276,7 @@ class Scheduler:
         request = self._peek()
         table = request.table
         hits = [] if request.wants_prompt_logprobs else table.match(request.token_ids)
-        needed = -(-len(request.token_ids) // self.pool.block_size) - len(hits)
+        needed = -(-len(request.token_ids) // self.pool.block_size) - len(hits) + self.pool.tail_blocks
         revived = sum(1 for block in hits if self.pool.ref_counts[block] == 0)
         spare = self.pool.num_free - revived - needed
         if spare < (self.watermark if self.running else 0):
@@ -323,6 +326,19 @@ class Scheduler:
         self._peek()
         heapq.heappop(self._waiting)
         self.num_waiting -= 1
+
+
+def one_tail(start: int, length: int, num_tokens: int, size: int) -> int:
+    """The length of a row, cut for a runner with `tail_blocks`: a row that begins inside a block ends in it, drafts lie
+    in one block, and what is left of a prompt begins at a block where that is possible."""
+    end = start + length
+    if start % size:
+        end = min(end, (start // size + 1) * size)
+    if end > num_tokens:
+        end = min(end, (num_tokens // size + 1) * size)
+    elif end < num_tokens and end // size * size > start:
+        end = end // size * size
+    return end - start
 
 
 def _rank(request: Request) -> tuple[float, float, int]:

@@ -120,10 +120,12 @@ class SlidingScheduler(Scheduler):
     chunk. Admission reserves nothing but makes sure of the blocks that one request needs however long it is.
     """
 
-    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int, sliding: Sliding) -> None:
-        super().__init__(config, num_blocks, block_size)
+    def __init__(
+        self, config: SchedulerConfig, num_blocks: int, block_size: int, sliding: Sliding, tail_blocks: int = 0
+    ) -> None:
+        super().__init__(config, num_blocks, block_size, tail_blocks)
         self.sliding = sliding
-        self.most_blocks = sliding.most_blocks(block_size)
+        self.most_blocks = sliding.most_blocks(block_size) + tail_blocks
 
     @property
     def capacity(self) -> int:
@@ -150,7 +152,7 @@ class SlidingScheduler(Scheduler):
 
     def _row(self, request: Request, room: int, logit_rows: int, preempted: list[int]) -> Row | None:
         spare = max(0, self.pool.num_free - len(self.running))  # the others may each need one
-        fits = (len(request.table.ids) + spare) * self.pool.block_size - request.num_computed
+        fits = (len(request.table.ids) - self.pool.tail_blocks + spare) * self.pool.block_size - request.num_computed
         return super()._row(request, max(1, min(room, fits)), logit_rows, preempted)
 
     def _admit(self) -> Request | None:
@@ -158,7 +160,7 @@ class SlidingScheduler(Scheduler):
         table, pool = _table(request), self.pool
         hits = [] if request.wants_prompt_logprobs else table.match(request.token_ids)
         held = [block for block in hits if block != GONE]
-        needed = -(-len(request.token_ids) // pool.block_size) - len(hits)
+        needed = -(-len(request.token_ids) // pool.block_size) - len(hits) + pool.tail_blocks
         needed = min(needed, max(1, self.most_blocks - len(held)))
         spare = pool.num_free - sum(1 for block in held if pool.ref_counts[block] == 0) - needed
         if spare < (self.watermark if self.running else 0):

@@ -32,8 +32,8 @@ def allocate_kv(
       dp, 2]
     * float32: keys [num_blocks, num_kv_heads, dp, block_size], values [num_blocks, num_kv_heads, block_size, dp]
     * quantized (int8, float8_e4m3fn, or uint8 for int4, see `runtime/kernels/kv_format.py`): keys and values
-      [num_blocks, num_kv_heads, block_size, bytes of a vector of dp]; what lies inside a head of a block says
-      attention_codes.h
+      [num_blocks, num_kv_heads, block_size, bytes of a vector of dp], keys by channel [num_blocks, num_kv_heads,
+      bytes]; what lies inside a block says attention_codes.h
 
     num_layers, if given, is a further outermost dimension. Blocks may be copied or moved whole along the dimension
     `num_blocks`. Raises ValueError for another dtype or a block_size that is no multiple of 32.
@@ -48,7 +48,8 @@ def allocate_kv(
     lead = ([] if num_layers is None else [num_layers]) + [num_blocks, num_kv_heads]
     codes = format_of(dtype)
     if codes is not None:
-        shapes = [block_size, codes.vector_bytes(dp)], [block_size, codes.vector_bytes(dp)]
+        keys = [codes.key_bytes(block_size, dp)] if codes.by_channel else [block_size, codes.vector_bytes(dp)]
+        shapes = keys, [block_size, codes.vector_bytes(dp)]
     elif dtype == torch.bfloat16:
         shapes = [dp // 2, block_size, 2], [block_size // 2, dp, 2]
     else:
@@ -59,7 +60,9 @@ def allocate_kv(
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one layer's keys and values in one block."""
     dp, codes = -(-head_dim // 32) * 32, format_of(dtype)
-    return 2 * num_kv_heads * block_size * (codes.vector_bytes(dp) if codes else dp * dtype.itemsize)
+    if codes is None:
+        return 2 * num_kv_heads * block_size * dp * dtype.itemsize
+    return num_kv_heads * (codes.key_bytes(block_size, dp) + block_size * codes.vector_bytes(dp))
 
 
 def _zeros(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -81,10 +84,11 @@ def _cache_arguments(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int
         )
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("the native cache must be contiguous, as allocate_kv makes it")
-    rank = 5 if k_cache.dtype == torch.bfloat16 else 4
     dp, codes = -(-head_dim // 32) * 32, format_of(k_cache.dtype)
+    channels = codes is not None and codes.by_channel
+    rank = 5 if k_cache.dtype == torch.bfloat16 else 4
     if (
-        k_cache.dim() != rank
+        k_cache.dim() != rank - channels
         or v_cache.dim() != rank
         or v_cache.shape[3] != (codes.vector_bytes(dp) if codes else dp)
         or k_cache.shape[:2] != v_cache.shape[:2]
@@ -92,7 +96,7 @@ def _cache_arguments(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int
         raise ValueError(
             f"caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)} are not of allocate_kv for head_dim {head_dim}"
         )
-    block_size = k_cache.shape[2 if codes else 3]
+    block_size = v_cache.shape[2] if codes else k_cache.shape[3]
     return CACHE_FORMATS[k_cache.dtype], k_cache.shape[0], block_size, k_cache.shape[1], head_dim
 
 
@@ -101,7 +105,8 @@ def write_kv(
 ) -> None:
     """Writes k, v [tokens, num_kv_heads, head_dim] of any float type into slots [tokens] (block * block_size + offset).
 
-    Raises ValueError where shapes do not fit or a slot lies outside the cache.
+    Keys by channel (int4) are written by `write_keys`, values here. Raises ValueError where shapes do not fit or a slot
+    lies outside the cache.
     """
     arguments = _cache_arguments(k_cache, v_cache, k.shape[-1])
     _, num_blocks, block_size, num_kv_heads, head_dim = arguments
@@ -125,6 +130,56 @@ def write_kv(
         raise MemoryError("no memory for the native cache write")
 
 
+def write_keys(
+    k: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> None:
+    """Writes keys by channel: k [tokens, num_kv_heads, head_dim] of sequences as in `paged_attention`, whose tables
+    have two more blocks than their tokens need. Raises ValueError where shapes do not fit, or for another format."""
+    arguments = _cache_arguments(k_cache, v_cache, k.shape[-1])
+    codes = format_of(k_cache.dtype)
+    if codes is None or not codes.by_channel:
+        raise ValueError(f"a cache of {k_cache.dtype} has no keys by channel")
+    first, total, tables = (contiguous(x, torch.int32) for x in (starts, lengths, block_tables))
+    _check_rows(k.shape[0], first, total, tables, arguments, codes.tail_blocks)
+    keys = contiguous(k, torch.float32)
+    if library().llmopt_write_keys(
+        *arguments, k_cache.data_ptr(), v_cache.data_ptr(), len(total), first.data_ptr(), total.data_ptr(),
+        tables.data_ptr(), tables.shape[1], keys.data_ptr(),
+    ):  # fmt: skip
+        raise MemoryError("no memory for the native cache write")
+
+
+def _check_rows(
+    tokens: int,
+    first: torch.Tensor,
+    total: torch.Tensor,
+    tables: torch.Tensor,
+    arguments: tuple[int, int, int, int, int],
+    tail_blocks: int,
+) -> None:
+    """Raises ValueError for sequences that do not cover the tokens, or whose blocks are not in the cache."""
+    _, num_blocks, block_size, _, _ = arguments
+    sequences = len(total)
+    if len(first) != sequences + 1 or tables.dim() != 2 or tables.shape[0] != sequences:
+        raise ValueError(f"starts {len(first)}, lengths {sequences}, block_tables {tuple(tables.shape)} do not agree")
+    counts = first.diff()
+    if int(first[0]) != 0 or int(first[-1]) != tokens or bool((counts < 1).any()) or bool((total < counts).any()):
+        raise ValueError(
+            "every sequence needs at least one token, starts must cover them all, and lengths include them"
+        )
+    blocks = (total + block_size - 1) // block_size + tail_blocks
+    if int(blocks.max()) > tables.shape[1]:
+        raise ValueError(f"block_tables of {tables.shape[1]} blocks are too short for {int(total.max())} tokens")
+    used = tables[torch.arange(tables.shape[1]) < blocks.unsqueeze(1)]
+    if int(used.min()) < 0 or int(used.max()) >= num_blocks:
+        raise ValueError(f"blocks must lie in [0, {num_blocks})")
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -139,6 +194,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     as_torch: bool = False,
+    new_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch over the paged cache.
 
@@ -154,31 +210,25 @@ def paged_attention(
     are summed in float32. as_torch, with bfloat16: the numerators are those of torch's scaled_dot_product_attention on
     the CPU to the bit, for a sequence that it would see as a whole. With a quantized cache the arithmetic is that of
     bfloat16 over the dequantized values, and a row's result depends on its own sequence alone.
+    new_keys [tokens, num_kv_heads, head_dim]: with keys by channel, what `write_keys` was given.
     Raises ValueError for inconsistent shapes, lengths or blocks.
     """
     tokens, num_heads, head_dim = q.shape
     arguments = _cache_arguments(k_cache, v_cache, head_dim)
-    _, num_blocks, block_size, num_kv_heads, _ = arguments
+    num_kv_heads = arguments[3]
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads over {num_kv_heads} KV heads")
     first, total = contiguous(starts, torch.int32), contiguous(lengths, torch.int32)
     tables = contiguous(block_tables, torch.int32)
     sequences = len(total)
-    if len(first) != sequences + 1 or tables.dim() != 2 or tables.shape[0] != sequences:
-        raise ValueError(f"starts {len(first)}, lengths {sequences}, block_tables {tuple(tables.shape)} do not agree")
     if tokens == 0:
         return torch.empty_like(q)
-    counts = first.diff()
-    if int(first[0]) != 0 or int(first[-1]) != tokens or bool((counts < 1).any()) or bool((total < counts).any()):
-        raise ValueError(
-            "every sequence needs at least one token, starts must cover them all, and lengths include them"
-        )
-    blocks = (total + block_size - 1) // block_size
-    if int(blocks.max()) > tables.shape[1]:
-        raise ValueError(f"block_tables of {tables.shape[1]} blocks are too short for {int(total.max())} tokens")
-    used = tables[torch.arange(tables.shape[1]) < blocks.unsqueeze(1)]
-    if int(used.min()) < 0 or int(used.max()) >= num_blocks:
-        raise ValueError(f"blocks must lie in [0, {num_blocks})")
+    codes = format_of(k_cache.dtype)
+    channels = codes is not None and codes.by_channel
+    _check_rows(tokens, first, total, tables, arguments, codes.tail_blocks if codes else 0)
+    if channels and (new_keys is None or new_keys.shape != (tokens, num_kv_heads, head_dim)):
+        raise ValueError(f"keys by channel need new_keys [{tokens}, {num_kv_heads}, {head_dim}]")
+    own = contiguous(new_keys, torch.float32) if channels and new_keys is not None else None
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks {tuple(sinks.shape)} for {num_heads} heads")
     extra = None if sinks is None else contiguous(sinks, torch.float32)
@@ -187,7 +237,7 @@ def paged_attention(
     if library().llmopt_attention(
         *arguments, k_cache.data_ptr(), v_cache.data_ptr(), num_heads, query.data_ptr(), out.data_ptr(), sequences,
         first.data_ptr(), total.data_ptr(), tables.data_ptr(), tables.shape[1], scale, softcap, window, kept,
-        None if extra is None else extra.data_ptr(), int(as_torch),
+        None if extra is None else extra.data_ptr(), int(as_torch), None if own is None else own.data_ptr(),
     ):  # fmt: skip
         raise MemoryError("no memory for native attention")
     return out.to(q.dtype)

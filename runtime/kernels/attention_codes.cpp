@@ -91,18 +91,12 @@ void write_quantized(const CacheShape& shape, uint8_t* keys, uint8_t* values, in
     std::memcpy(head + shape.code_bytes() + 2 * static_cast<size_t>(offset), &scale, 2);
   };
   for (int h = 0; h < shape.kv_heads; ++h, k += d, v += d) {
-    uint8_t* kh = keys + base + h * shape.head_bytes();
     uint8_t* vh = values + base + h * shape.head_bytes();
     const uint8_t* c = space.code;
-    code(k, kh);
-    if (shape.code_bits() == 8) {
+    if (!shape.by_channel()) {
+      uint8_t* kh = keys + base + h * shape.head_bytes();
+      code(k, kh);
       for (int i = 0; i < dp; i += 2) std::memcpy(kh + static_cast<size_t>(i) * bs + 2 * offset, c + i, 2);
-    } else {
-      for (int i = 0; i < dp; i += 8) {
-        uint32_t unit = 0;
-        for (int e = 0; e < 8; ++e) unit |= static_cast<uint32_t>(c[i + e]) << (16 * (e % 2) + 4 * (e / 2));
-        std::memcpy(kh + (static_cast<size_t>(i / 8) * bs + offset) * 4, &unit, 4);
-      }
     }
     code(v, vh);
     if (shape.code_bits() == 8) {
@@ -115,6 +109,110 @@ void write_quantized(const CacheShape& shape, uint8_t* keys, uint8_t* values, in
         for (int l = 0; l < 16; ++l) to[2 * i + 4 * l] = static_cast<uint8_t>(c[i + l] | c[i + l + 16] << 4);
     }
   }
+}
+
+namespace {
+
+// The exact keys of one head in a block that is full: rows float [block_size][dp].
+void gather_block(const CacheShape& shape, const uint8_t* keys, const uint8_t* values, const int32_t* tail, int head, int first_new,
+                  const float* k, size_t k_stride, float* rows) {
+  const int bs = shape.block_size, d = shape.head_dim, dp = shape.dp(), quarter = bs / 4;
+  for (int o = 0; o < bs; ++o, rows += dp) {
+    std::fill(rows + d, rows + dp, 0.0f);
+    if (o >= first_new) {
+      const float* x = k + (o - first_new) * k_stride + static_cast<size_t>(head) * d;
+      for (int i = 0; i < d; ++i) rows[i] = bf16_round(x[i]);
+      continue;
+    }
+    const size_t at = tail_at(shape, tail, o / quarter, head);
+    const uint16_t* x = reinterpret_cast<const uint16_t*>((o / quarter % 2 ? values : keys) + at) + 2 * (o % quarter);
+    for (int i = 0; i < d; ++i) rows[i] = bf16_to_f32(x[static_cast<size_t>(i / 2) * quarter * 2 + i % 2]);
+  }
+}
+
+// Codes, scales and zeros of one head's keys in a block, from rows float [block_size][dp], which are overwritten. stats: space
+// for 4 dp floats.
+void quantize_channels(const CacheShape& shape, float* rows, float* stats, const ChannelKeys& to) {
+  const int bs = shape.block_size, dp = shape.dp();
+  float *low = stats, *high = low + dp, *finite = high + dp, *step = finite + dp;
+  uint8_t* codes = const_cast<uint8_t*>(to.codes);
+  uint16_t* scales = const_cast<uint16_t*>(to.scales);
+  int8_t* zeros = const_cast<int8_t*>(to.zeros);
+  std::copy(rows, rows + dp, low);
+  std::copy(rows, rows + dp, high);
+  std::fill(finite, finite + dp, 0.0f);
+  for (int o = 0; o < bs; ++o) {
+    const float* x = rows + static_cast<size_t>(o) * dp;
+    for (int i = 0; i < dp; ++i) {
+      low[i] = std::min(low[i], x[i]);
+      high[i] = std::max(high[i], x[i]);
+      finite[i] += x[i] * 0.0f;
+    }
+  }
+  for (int i = 0; i < dp; ++i) {
+    const float spread = high[i] - low[i], largest = std::max(std::fabs(low[i]), std::fabs(high[i]));
+    if (finite[i] != 0.0f || spread * 0.0f != 0.0f) {
+      scales[i] = 0x7fc0;
+      zeros[i] = 0;
+      step[i] = 0.0f;
+      continue;
+    }
+    scales[i] = f32_to_bf16(std::max(spread / 15.0f, largest / 127.0f));
+    step[i] = scales[i] ? bf16_to_f32(scales[i]) : 1.0f;
+    zeros[i] = static_cast<int8_t>(clamp(std::nearbyint(-low[i] / step[i]), 127.0f));
+  }
+  for (int o = 0; o < bs; ++o) {
+    float* x = rows + static_cast<size_t>(o) * dp;
+    for (int i = 0; i < dp; ++i)
+      x[i] = step[i] > 0 ? std::min(std::max(std::nearbyint(x[i] / step[i]) + static_cast<float>(zeros[i]), 0.0f), 15.0f) : 0.0f;
+    for (int i = 0; i < dp; i += 8) {
+      uint32_t unit = 0;
+      for (int e = 0; e < 8; ++e) unit |= static_cast<uint32_t>(x[i + e]) << (16 * (e % 2) + 4 * (e / 2));
+      std::memcpy(codes + (static_cast<size_t>(i / 8) * bs + o) * 4, &unit, 4);
+    }
+  }
+}
+
+void write_tail(const CacheShape& shape, uint8_t* keys, uint8_t* values, const int32_t* tail, int offset, const float* k) {
+  const int d = shape.head_dim, quarter = shape.block_size / 4, part = offset / quarter;
+  for (int h = 0; h < shape.kv_heads; ++h, k += d) {
+    uint16_t* to = reinterpret_cast<uint16_t*>((part % 2 ? values : keys) + tail_at(shape, tail, part, h)) + 2 * (offset % quarter);
+    for (int i = 0; i < d; ++i) to[static_cast<size_t>(i / 2) * quarter * 2 + i % 2] = f32_to_bf16(k[i]);
+  }
+}
+
+}  // namespace
+
+void write_keys(Pool& pool, const CacheShape& shape, uint8_t* keys, uint8_t* values, const Batch& batch, const float* k,
+                size_t k_stride) {
+  const int bs = shape.block_size, heads = shape.kv_heads, dp = shape.dp();
+  struct Full { int sequence, block; };
+  static thread_local std::vector<Full> full;
+  full.clear();
+  for (int r = 0; r < batch.sequences; ++r) {
+    const int length = batch.lengths[r], start = length - (batch.starts[r + 1] - batch.starts[r]), last = (length - 1) / bs;
+    for (int b = start / bs; (b + 1) * bs <= length; ++b) full.push_back({r, b});
+    const int32_t* tail = batch.tables + static_cast<size_t>(r) * batch.table_stride + last + 1;
+    for (int p = std::max(start, last * bs); p < length; ++p)
+      write_tail(shape, keys, values, tail, p % bs, k + (batch.starts[r] + p - start) * k_stride);
+  }
+  const Full* tasks = full.data();
+  const auto body = [&](int begin, int end, int) {
+    static thread_local Buffer<float> space;
+    float* rows = space.reserve(static_cast<size_t>(bs + 4) * dp);
+    for (int i = begin; i < end; ++i) {
+      const Full& task = tasks[i / heads];
+      const int head = i % heads, r = task.sequence;
+      const int start = batch.lengths[r] - (batch.starts[r + 1] - batch.starts[r]), first = std::max(0, start - task.block * bs);
+      const int32_t* table = batch.tables + static_cast<size_t>(r) * batch.table_stride;
+      gather_block(shape, keys, values, table + task.block + 1, head, first,
+                   k + (batch.starts[r] + task.block * bs + first - start) * k_stride, k_stride, rows);
+      quantize_channels(shape, rows, rows + static_cast<size_t>(bs) * dp, {shape, keys, table[task.block], head});
+    }
+  };
+  const int count = static_cast<int>(full.size()) * heads;
+  if (count <= heads) body(0, count, 0);
+  else pool.run(count, body);
 }
 
 }  // namespace llmopt

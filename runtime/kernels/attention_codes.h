@@ -5,9 +5,11 @@
 // dequantized values. For one block of `block_size` tokens and one KV head, with head dimension D padded to dp, a multiple of 32:
 //   8 bits  keys [dp/2][block_size][2], values [block_size/2][dp][2]
 //   4 bits  keys uint32 [dp/8][block_size]: dimensions 8i … 8i + 7 of a token, dimension e at bit 16 (e % 2) + 4 (e / 2)
+//           all heads' codes, then all heads' scales bfloat16 [dp], then all heads' zeros int8 [dp]: keys are by channel
 //           values [block_size/4][dp/32][16][4]: byte b of lane l is token 4i + {0, 2, 1, 3}[b], dimensions l (low bits) and
 //           l + 16 of the 32
-// and after the codes the scales, bfloat16 [block_size]. No byte belongs to two tokens: they may be written side by side.
+// and, but for keys by channel, after the codes the scales, bfloat16 [block_size]. No byte belongs to two tokens: they may be
+// written side by side. A quarter of a tail (kv_format.py) lies in a head's codes as bfloat16 [dp/2][block_size/4][2].
 #pragma once
 #include "attention.h"
 
@@ -16,6 +18,28 @@ namespace {
 
 inline const uint16_t* code_scales(const CacheShape& shape, const uint8_t* head) {
   return reinterpret_cast<const uint16_t*>(head + shape.code_bytes());
+}
+
+// One head's keys by channel in block `block` of `keys`.
+struct ChannelKeys {
+  const uint8_t* codes;
+  const uint16_t* scales;  // [dp]
+  const int8_t* zeros;     // [dp]
+  ChannelKeys() = default;
+  ChannelKeys(const CacheShape& shape, const uint8_t* keys, int block, int head) {
+    const uint8_t* at = keys + static_cast<size_t>(block) * shape.key_block_bytes();
+    const size_t n = shape.code_bytes(), dp = shape.dp();
+    codes = at + head * n;
+    scales = reinterpret_cast<const uint16_t*>(at + shape.kv_heads * n + head * 2 * dp);
+    zeros = reinterpret_cast<const int8_t*>(at + shape.kv_heads * (n + 2 * dp) + head * dp);
+  }
+};
+
+// Where quarter `quarter` of a tail lies; `tail`: the two blocks after the sequence's last one.
+inline size_t tail_at(const CacheShape& shape, const int32_t* tail, int quarter, int head) {
+  const size_t block = static_cast<size_t>(tail[quarter / 2]);
+  return quarter % 2 ? block * shape.block_bytes() + head * shape.head_bytes()
+                     : block * shape.key_block_bytes() + head * shape.code_bytes();
 }
 
 #if LLMOPT_AVX512

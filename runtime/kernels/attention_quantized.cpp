@@ -2,7 +2,8 @@
 //
 // The spans of keys that are computed as one stand at fixed positions of a sequence, each has a softmax of its own, and they are
 // folded in order, whoever computes them. So a row's sums depend on its sequence alone: not on its neighbours in the batch, nor
-// on how many tokens of its prompt are computed at once, nor on the number of threads.
+// on how many tokens of its prompt are computed at once, nor on the number of threads. Where keys are by channel, those of a row's
+// own block are a span of their own, of exact keys, and come last.
 #include "attention_codes.h"
 #include "attention_rows.h"
 
@@ -18,11 +19,14 @@ int spans_of(int keys, int span_keys) { return (keys + span_keys - 1) / span_key
 // One panel of query rows against the blocks of one span.
 struct Piece {
   const AttentionArgs* args;
-  const uint8_t* const* key_blocks;  // of this KV head
+  const uint8_t* const* key_blocks;  // of this KV head; the exact keys of one block where `channels` is null and q is by rows
+  const ChannelKeys* channels;       // keys by channel, else null
   const uint8_t* const* value_blocks;
   const float* value_scales;         // [keys]
   int blocks, keys;
-  const uint8_t* q;                  // packed panel, bfloat16 pairs [dp/2][r][2]
+  const uint8_t* q;                  // packed panel, bfloat16 pairs [dp/2][r][2]; for exact keys [r][dp]
+  const float* rows;                 // for keys by channel: the queries, [r][dp], and behind them
+  float* space;                      // space for 2 dp floats and bfloat16 [r][dp]
   const int *low, *high;             // per row: visible keys [low, high), relative to the first block
   float* s;                          // [r][keys]
   uint8_t* p;                        // bfloat16 [r][keys]
@@ -103,35 +107,112 @@ void numerators(const Piece& piece, int m, float* s, uint8_t* p, float* state) {
   state[1] = total;
 }
 
-template <class Keys, class Values>
+inline void prefetch_blocks(const Piece& piece, int b, size_t key_bytes, size_t value_bytes) {
+  if (!piece.cold) return;
+  for (int next = b ? b + 2 : 0; next < std::min(b + 3, piece.blocks); ++next) prefetch(piece.key_blocks[next], key_bytes);
+  prefetch(piece.value_blocks[b], value_bytes);
+}
+
+// Scores of codes whose scales are of tokens.
+template <class Keys>
+struct TokenScores {
+  template <int MR>
+  static void run(const Piece& piece, Accumulator<MR>& acc) {
+    const CacheShape& shape = piece.args->shape;
+    const int bs = shape.block_size, units = shape.dp() / (2 * Keys::kPairs);
+    for (int b = 0; b < piece.blocks; ++b) {
+      prefetch_blocks(piece, b, shape.head_bytes(), shape.head_bytes());
+      const uint16_t* scales = code_scales(shape, piece.key_blocks[b]);
+      for (int j = 0; j < bs; j += kLanes) {
+        float* s = piece.s + b * bs + j;
+        acc.zero();
+        code_products<Keys>(acc, piece.q, 4 * MR, 4, piece.key_blocks[b] + Keys::kLaneBytes * j,
+                            static_cast<size_t>(Keys::kLaneBytes) * bs, units);
+        acc.store(s, piece.keys);
+        alignas(64) float scale[kLanes];
+        for (int i = 0; i < kLanes; ++i) scale[i] = bf16_to_f32(scales[j + i]) * Keys::kFactor;
+        for (int m = 0; m < MR; ++m)
+          for (int i = 0; i < kLanes; ++i) s[static_cast<size_t>(m) * piece.keys + i] *= scale[i];
+      }
+    }
+  }
+};
+
+// One query times a block's scales, in bfloat16 to `scaled`; returns its product with `base`, what codes of 7.5 stand for.
+inline float scale_query(const float* q, const float* scale, const float* base, int dp, uint16_t* scaled) {
+#if LLMOPT_AVX512
+  __m512 sum = _mm512_setzero_ps();
+  for (int i = 0; i < dp; i += 32) {
+    const __m512 x = _mm512_loadu_ps(q + i), y = _mm512_loadu_ps(q + i + 16);
+    sum = _mm512_fmadd_ps(x, _mm512_loadu_ps(base + i), sum);
+    sum = _mm512_fmadd_ps(y, _mm512_loadu_ps(base + i + 16), sum);
+    _mm512_storeu_si512(scaled + i, bf16_pairs(_mm512_mul_ps(x, _mm512_loadu_ps(scale + i)), _mm512_mul_ps(y, _mm512_loadu_ps(scale + i + 16))));
+  }
+  return _mm512_reduce_add_ps(sum);
+#else
+  float sum = 0;
+  for (int i = 0; i < dp; ++i) {
+    sum += q[i] * base[i];
+    scaled[i] = f32_to_bf16(q[i] * scale[i]);
+  }
+  return sum;
+#endif
+}
+
+// Scores of codes by channel: the queries take the scales, and what the zeros come to is one number a row and block.
+struct ChannelScores {
+  template <int MR>
+  static void run(const Piece& piece, Accumulator<MR>& acc) {
+    const CacheShape& shape = piece.args->shape;
+    const int bs = shape.block_size, dp = shape.dp();
+    float *scale = piece.space, *base = scale + dp;
+    uint16_t* scaled = reinterpret_cast<uint16_t*>(base + dp);
+    for (int b = 0; b < piece.blocks; ++b) {
+      prefetch_blocks(piece, b, shape.code_bytes(), shape.head_bytes());
+      const ChannelKeys& keys = piece.channels[b];
+      for (int i = 0; i < dp; ++i) {
+        scale[i] = bf16_to_f32(keys.scales[i]);
+        base[i] = scale[i] * (7.5f - static_cast<float>(keys.zeros[i]));
+      }
+      float own[MR];
+      for (int m = 0; m < MR; ++m)
+        own[m] = scale_query(piece.rows + static_cast<size_t>(m) * dp, scale, base, dp, scaled + static_cast<size_t>(m) * dp);
+      for (int j = 0; j < bs; j += kLanes) {
+        float* s = piece.s + b * bs + j;
+        acc.zero();
+        code_products<Int4Keys>(acc, reinterpret_cast<const uint8_t*>(scaled), 4, 2 * static_cast<size_t>(dp),
+                                keys.codes + Int4Keys::kLaneBytes * j, static_cast<size_t>(Int4Keys::kLaneBytes) * bs,
+                                dp / (2 * Int4Keys::kPairs));
+        acc.store(s, piece.keys);
+        for (int m = 0; m < MR; ++m)
+          for (int i = 0; i < kLanes; ++i) s[static_cast<size_t>(m) * piece.keys + i] += own[m];
+      }
+    }
+  }
+};
+
+// Scores of one block's exact keys, bfloat16 [dp/2][block_size][2].
+struct ExactScores {
+  template <int MR>
+  static void run(const Piece& piece, Accumulator<MR>& acc) {
+    const int bs = piece.args->shape.block_size, dp = piece.args->shape.dp();
+    for (int j = 0; j < bs; j += kLanes) {
+      acc.zero();
+      acc.template run<BF16Op>(piece.q, 4, 2 * static_cast<size_t>(dp), piece.key_blocks[0] + 4 * j, static_cast<size_t>(4) * bs, dp / 2);
+      acc.store(piece.s + j, piece.keys);
+    }
+  }
+};
+
+template <class Scores, class Values>
 struct QuantizedPanel {
   template <int MR>
   struct Body {
     static void run(const Piece& piece) {
-      const CacheShape& shape = piece.args->shape;
-      const int bs = shape.block_size, dp = shape.dp(), units = dp / (2 * Keys::kPairs);
-      const size_t bytes = shape.head_bytes(), p_row = static_cast<size_t>(piece.keys) * 2;
+      const int bs = piece.args->shape.block_size, dp = piece.args->shape.dp();
+      const size_t p_row = static_cast<size_t>(piece.keys) * 2;
       Accumulator<MR> acc;
-      if (piece.cold)
-        for (int b = 0; b < std::min(2, piece.blocks); ++b) prefetch(piece.key_blocks[b], bytes);
-      for (int b = 0; b < piece.blocks; ++b) {
-        if (piece.cold) {
-          if (b + 2 < piece.blocks) prefetch(piece.key_blocks[b + 2], bytes);
-          prefetch(piece.value_blocks[b], bytes);
-        }
-        const uint16_t* scales = code_scales(shape, piece.key_blocks[b]);
-        for (int j = 0; j < bs; j += kLanes) {
-          float* s = piece.s + b * bs + j;
-          acc.zero();
-          code_products<Keys>(acc, piece.q, 4 * MR, 4, piece.key_blocks[b] + Keys::kLaneBytes * j,
-                              static_cast<size_t>(Keys::kLaneBytes) * bs, units);
-          acc.store(s, piece.keys);
-          alignas(64) float scale[kLanes];
-          for (int i = 0; i < kLanes; ++i) scale[i] = bf16_to_f32(scales[j + i]) * Keys::kFactor;
-          for (int m = 0; m < MR; ++m)
-            for (int i = 0; i < kLanes; ++i) s[static_cast<size_t>(m) * piece.keys + i] *= scale[i];
-        }
-      }
+      Scores::template run<MR>(piece, acc);
       for (int m = 0; m < MR; ++m)
         numerators(piece, m, piece.s + static_cast<size_t>(m) * piece.keys, piece.p + m * p_row, piece.out + m * (dp + 2));
       for (int d = 0; d < dp; d += kLanes) {
@@ -146,20 +227,79 @@ struct QuantizedPanel {
 };
 
 void run_panel(int format, int rows, const Piece& piece) {
-  if (format == KV_INT8) for_rows<QuantizedPanel<Int8Codes, Int8Codes>::Body>(rows, piece);
-  else if (format == KV_FP8) for_rows<QuantizedPanel<Fp8Codes, Fp8Codes>::Body>(rows, piece);
-  else for_rows<QuantizedPanel<Int4Keys, Int4Values>::Body>(rows, piece);
+  if (format == KV_INT8) for_rows<QuantizedPanel<TokenScores<Int8Codes>, Int8Codes>::Body>(rows, piece);
+  else if (format == KV_FP8) for_rows<QuantizedPanel<TokenScores<Fp8Codes>, Fp8Codes>::Body>(rows, piece);
+  else if (piece.channels) for_rows<QuantizedPanel<ChannelScores, Int4Values>::Body>(rows, piece);
+  else for_rows<QuantizedPanel<ExactScores, Int4Values>::Body>(rows, piece);
 }
 
-// One query row, scaled and rotated as the keys are, into lane `m` of a panel of `r`. `x` is space for dp floats.
-void pack_query(const AttentionArgs& a, const float* q, float* x, uint8_t* panel, int r) {
+// One query row, scaled, in bfloat16 pairs that are `step` bytes apart. x: dp floats, the row as float.
+void pack_query(const AttentionArgs& a, const float* q, float* x, uint8_t* to, size_t step) {
   const int d = a.shape.head_dim, dp = a.shape.dp();
-  float scale = a.scale;
-  std::fill(std::copy(q, q + d, x), x + dp, 0.0f);
-  if (a.shape.rotates()) scale /= static_cast<float>(rotate_blocks(x, d));
+  for (int i = 0; i < d; ++i) x[i] = q[i] * a.scale;
+  std::fill(x + d, x + dp, 0.0f);
   for (int i = 0; i < dp; i += 2) {
-    const uint16_t pair[2] = {f32_to_bf16(x[i] * scale), f32_to_bf16(x[i + 1] * scale)};
-    std::memcpy(panel + static_cast<size_t>(i / 2) * r * 4, pair, 4);
+    const uint16_t pair[2] = {f32_to_bf16(x[i]), f32_to_bf16(x[i + 1])};
+    std::memcpy(to + i / 2 * step, pair, 4);
+  }
+}
+
+// The spans of a tile of tokens at positions first … end - 1, in the order in which they are folded: of the kept keys, of the
+// others, and where keys are by channel the tile's own blocks, twice where kept keys are among them.
+struct Spans {
+  int span_keys, bs, begin, coded, kept, end, kept_spans, window_first, window_spans, own_first, own_blocks, count;
+  Spans(const AttentionArgs& a, int first, int end_) : span_keys(span_blocks(a.shape) * a.shape.block_size), bs(a.shape.block_size), end(end_) {
+    const bool exact = a.shape.by_channel();
+    coded = exact ? (end - 1) / bs * bs : end;  // no row sees codes of keys beyond
+    kept = a.kept_keys(end);
+    begin = std::min(a.first_key(first), coded);
+    kept_spans = spans_of(std::min(kept, coded), span_keys);
+    window_first = begin / span_keys;
+    window_spans = std::max(0, spans_of(coded, span_keys) - window_first);
+    own_first = first / bs;
+    own_blocks = exact ? (end - 1) / bs - own_first + 1 : 0;
+    count = kept_spans + window_spans + own_blocks * (kept > own_first * bs ? 2 : 1);
+  }
+  struct Span { bool windowed; int own, start, stop; };  // own: the block whose exact keys they are, or -1
+  Span at(int span) const {
+    if (span < kept_spans) return {false, -1, span * span_keys, std::min((span + 1) * span_keys, std::min(kept, coded))};
+    span -= kept_spans;
+    if (span < window_spans) {
+      const int place = window_first + span;
+      return {true, -1, std::max(place * span_keys, begin / bs * bs), std::min((place + 1) * span_keys, coded)};
+    }
+    span -= window_spans;
+    const bool windowed = span < own_blocks;
+    const int own = own_first + span % own_blocks;
+    return {windowed, own, own * bs, std::min((own + 1) * bs, windowed ? end : kept)};
+  }
+  // The keys that a row at `position` sees of a span, relative to its start.
+  void range(const AttentionArgs& a, const Span& span, int position, int* low, int* high) const {
+    int limit = std::min(position + 1, span.windowed ? end : kept);
+    if (own_blocks && span.own < 0) limit = std::min(limit, position / bs * bs);
+    if (span.own >= 0) limit = position / bs == span.own ? std::min(limit, span.stop) : span.start;
+    *low = (span.windowed ? a.first_key(position) : 0) - span.start;
+    *high = limit - span.start;
+  }
+};
+
+// The exact keys of one head in block `own`, up to position `stop`, as bfloat16 [dp/2][block_size][2]: the batch's own where they
+// are new, the others from the tail.
+void exact_block(const Batch& batch, const AttentionArgs& a, const AttentionScratch::Task& task, int own, int stop, uint16_t* to) {
+  const CacheShape& shape = a.shape;
+  const int bs = shape.block_size, d = shape.head_dim, quarter = bs / 4, r = task.sequence;
+  const int start = batch.lengths[r] - (batch.starts[r + 1] - batch.starts[r]), base = own * bs;
+  const int32_t* tail = batch.tables + static_cast<size_t>(r) * batch.table_stride + own + 1;
+  std::memset(to, 0, static_cast<size_t>(shape.dp()) * bs * 2);
+  for (int part = 0; base + part * quarter < std::min(start, stop); ++part) {
+    const uint8_t* from = (part % 2 ? a.values : a.keys) + tail_at(shape, tail, part, task.head);
+    const size_t bytes = 4 * static_cast<size_t>(std::min(quarter, start - base - part * quarter));
+    for (int i = 0; i < (d + 1) / 2; ++i)
+      std::memcpy(to + (static_cast<size_t>(i) * bs + part * quarter) * 2, from + static_cast<size_t>(i) * quarter * 4, bytes);
+  }
+  for (int p = std::max(base, start); p < stop; ++p) {
+    const float* k = a.k + (batch.starts[r] + p - start) * a.k_stride + static_cast<size_t>(task.head) * d;
+    for (int i = 0; i < d; ++i) to[(static_cast<size_t>(i / 2) * bs + p - base) * 2 + i % 2] = f32_to_bf16(k[i]);
   }
 }
 
@@ -175,57 +315,66 @@ void finish(const AttentionArgs& a, int token, int head, float* state) {
 // A tile of tokens and one KV head against some of its spans. states: where it is one of several tasks of the tile, a place for
 // the rows of each span of the tile; else null, and the rows are finished here.
 void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch::Task& task, AttentionScratch::Thread& t,
-              float* states, int first_span) {
+              float* states) {
   const CacheShape& shape = a.shape;
-  const int group = a.heads / shape.kv_heads, rows = task.tokens * group, dp = shape.dp(), bs = shape.block_size;
-  const int blocks_of_span = span_blocks(shape), span_keys = blocks_of_span * bs, stride = dp + 2;
+  const bool channels = shape.by_channel();
+  const int group = a.heads / shape.kv_heads, rows = task.tokens * group, dp = shape.dp(), bs = shape.block_size, stride = dp + 2;
   const int first_position = batch.lengths[task.sequence] - (batch.starts[task.sequence + 1] - task.token);
-  const int end = first_position + task.tokens, begin = std::min(a.first_key(first_position), end);
-  const int kept = a.kept_keys(end), kept_spans = spans_of(kept, span_keys);
+  const Spans spans(a, first_position, first_position + task.tokens);
   uint8_t* q = t.q.reserve(static_cast<size_t>(rows) * dp * 2);
-  float* s = t.s.reserve(static_cast<size_t>(kMaxRows) * span_keys);
-  uint8_t* p = t.p.reserve(static_cast<size_t>(kMaxRows) * span_keys * 4);
-  float* value_scales = t.stats.reserve(static_cast<size_t>(span_keys) + kMaxRows * stride + dp);
-  float *own = value_scales + span_keys, *space = own + kMaxRows * stride;
+  float* s = t.s.reserve(static_cast<size_t>(kMaxRows) * spans.span_keys);
+  uint8_t* p = t.p.reserve(static_cast<size_t>(kMaxRows) * spans.span_keys * 4);
+  float* value_scales = t.stats.reserve(static_cast<size_t>(spans.span_keys) + kMaxRows * stride);
+  float* own = value_scales + spans.span_keys;
+  float* floats = t.rows.reserve(static_cast<size_t>(channels ? rows : 1) * dp + (channels ? (kMaxRows / 2 + 2) * dp : 0));
+  uint8_t* exact = channels ? t.exact.reserve(static_cast<size_t>(dp) * bs * 2) : nullptr;
   float* totals = states ? nullptr : t.o.reserve(static_cast<size_t>(rows) * stride);
   if (totals) std::fill(totals, totals + static_cast<size_t>(rows) * stride, 0.0f);
   for (int row = 0; row < rows; ++row) {
     const int panel = row / kMaxRows, r = std::min(kMaxRows, rows - panel * kMaxRows);
+    const size_t at = channels ? static_cast<size_t>(row) * dp * 2
+                               : (static_cast<size_t>(panel) * kMaxRows * (dp / 2) + row % kMaxRows) * 4;
     pack_query(a, a.q + (task.token + row / group) * a.q_stride + static_cast<size_t>(task.head * group + row % group) * shape.head_dim,
-               space, q + (static_cast<size_t>(panel) * kMaxRows * (dp / 2) + row % kMaxRows) * 4, r);
+               floats + (channels ? static_cast<size_t>(row) * dp : 0), q + at, channels ? 4 : static_cast<size_t>(4) * r);
     if (totals) totals[static_cast<size_t>(row) * stride] = kNegInf;
   }
   const int32_t* table = batch.tables + static_cast<size_t>(task.sequence) * batch.table_stride;
   const uint8_t *keys[kSpan / 32], *values[kSpan / 32];
-  for (int span = task.begin; span < task.end; ++span) {
-    const bool windowed = span >= first_span + kept_spans;  // else a span of the kept keys
-    const int place = windowed ? span : span - first_span;
-    const int start = windowed ? std::max(place * span_keys, begin / bs * bs) : place * span_keys;
-    const int stop = std::min((place + 1) * span_keys, windowed ? end : kept);
-    const int blocks = (stop - start + bs - 1) / bs;
+  ChannelKeys by_channel[kSpan / 32];
+  for (int number = task.begin; number < task.end; ++number) {
+    const Spans::Span span = spans.at(number);
+    const int blocks = (span.stop - span.start + bs - 1) / bs;
     for (int b = 0; b < blocks; ++b) {
-      const size_t at = static_cast<size_t>(table[start / bs + b]) * shape.block_bytes() + task.head * shape.head_bytes();
-      keys[b] = a.keys + at;
-      values[b] = a.values + at;
+      const int block = table[span.start / bs + b];
+      values[b] = a.values + static_cast<size_t>(block) * shape.block_bytes() + task.head * shape.head_bytes();
+      if (channels) by_channel[b] = ChannelKeys(shape, a.keys, block, task.head);
+      keys[b] = channels ? by_channel[b].codes : a.keys + (values[b] - a.values);
       const uint16_t* scales = code_scales(shape, values[b]);
       const float factor = shape.format == KV_FP8 ? Fp8Codes::kFactor : 1.0f;
       for (int i = 0; i < bs; ++i) value_scales[b * bs + i] = bf16_to_f32(scales[i]) * factor;
     }
+    if (span.own >= 0) {
+      exact_block(batch, a, task, span.own, span.stop, reinterpret_cast<uint16_t*>(exact));
+      keys[0] = exact;
+    }
     for (int row0 = 0; row0 < rows; row0 += kMaxRows) {
       const int r = std::min(kMaxRows, rows - row0);
-      int low[kMaxRows], high[kMaxRows];
+      int low[kMaxRows], high[kMaxRows], furthest = 0, nearest = spans.span_keys;
       for (int m = 0; m < r; ++m) {
-        const int position = first_position + (row0 + m) / group;
-        high[m] = std::min(position + 1, windowed ? end : kept) - start;
-        low[m] = (windowed ? a.first_key(position) : 0) - start;
+        spans.range(a, span, first_position + (row0 + m) / group, low + m, high + m);
+        if (low[m] >= high[m]) continue;
+        furthest = std::max(furthest, high[m]);
+        nearest = std::min(nearest, low[m]);
       }
-      float* out = states ? states + (static_cast<size_t>(span - first_span) * rows + row0) * stride : own;
-      const int seen = std::min(blocks, (high[r - 1] + bs - 1) / bs);
-      if (seen <= 0 || low[0] >= seen * bs) {
+      float* out = states ? states + (static_cast<size_t>(number) * rows + row0) * stride : own;
+      const int seen = std::min(blocks, (furthest + bs - 1) / bs);
+      if (seen <= 0 || nearest >= seen * bs) {
         for (int m = 0; m < r; ++m) std::fill(std::fill_n(out + m * stride, 1, kNegInf), out + (m + 1) * stride, 0.0f);
       } else {
-        run_panel(shape.format, r, {&a, keys, values, value_scales, seen, seen * bs, q + static_cast<size_t>(row0) * dp * 2, low, high,
-                                    s, p, out, row0 == 0});
+        run_panel(shape.format, r, {&a, keys, channels && span.own < 0 ? by_channel : nullptr, values, value_scales, seen, seen * bs,
+                                    q + static_cast<size_t>(row0) * dp * 2, floats + static_cast<size_t>(channels ? row0 : 0) * dp,
+                                    floats + static_cast<size_t>(channels ? rows : 0) * dp, low, high, s, p, out,
+                                    row0 == 0 && span.own < 0});
       }
       if (totals)
         for (int m = 0; m < r; ++m) fold(totals + static_cast<size_t>(row0 + m) * stride, out + m * stride, dp);
@@ -240,14 +389,13 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
 
 void quantized_attention(Pool& pool, const Batch& batch, const AttentionArgs& a, AttentionScratch& scratch) {
   const int group = a.heads / a.shape.kv_heads, tile = std::max(1, kTileRows / group);
-  const int span_keys = span_blocks(a.shape) * a.shape.block_size, stride = a.shape.dp() + 2;
+  const int stride = a.shape.dp() + 2;
   while (scratch.threads.size() < static_cast<size_t>(pool.threads())) scratch.threads.emplace_back();
   int tiles = 0;
   for (int r = 0; r < batch.sequences; ++r) tiles += (batch.starts[r + 1] - batch.starts[r] + tile - 1) / tile;
   tiles *= a.shape.kv_heads;
   scratch.tasks.clear();
   std::vector<size_t> offsets;   // of a tile's states, for each task of it
-  std::vector<int> first_spans;
   size_t states = 0, work = 0;
   // Longest first, as in attention.cpp.
   for (int r = 0; r < batch.sequences; ++r) {
@@ -255,18 +403,17 @@ void quantized_attention(Pool& pool, const Batch& batch, const AttentionArgs& a,
     for (int i = (rows + tile - 1) / tile - 1; i >= 0; --i) {
       const int token = batch.starts[r] + i * tile, tokens = std::min(tile, batch.starts[r + 1] - token);
       const int position = batch.lengths[r] - rows + i * tile, end = position + tokens;
-      const int begin = std::min(a.first_key(position), end), kept_spans = spans_of(a.kept_keys(end), span_keys);
-      const int first = begin / span_keys - kept_spans, spans = spans_of(end, span_keys) - first;
+      const Spans plan(a, position, end);
+      const int spans = plan.count;
       int parts = 1;
       if (pool.threads() > 1 && tiles < 4 * pool.threads()) parts = std::min(spans, 4 * pool.threads() / tiles + 1);
       for (int h = 0; h < a.shape.kv_heads; ++h) {
         for (int part = 0; part < parts; ++part) {
-          scratch.tasks.push_back({r, token, tokens, h, first + spans * part / parts, first + spans * (part + 1) / parts, part, parts});
+          scratch.tasks.push_back({r, token, tokens, h, spans * part / parts, spans * (part + 1) / parts, part, parts});
           offsets.push_back(states);
-          first_spans.push_back(first);
         }
         if (parts > 1) states += static_cast<size_t>(spans) * tokens * group * stride;
-        work += static_cast<size_t>(end - begin) * tokens * group;
+        work += static_cast<size_t>(end - plan.begin) * tokens * group;
       }
     }
   }
@@ -275,7 +422,7 @@ void quantized_attention(Pool& pool, const Batch& batch, const AttentionArgs& a,
   const auto body = [&](int begin, int end, int thread) {
     for (int i = begin; i < end; ++i) {
       const AttentionScratch::Task& task = scratch.tasks[i];
-      run_task(batch, a, task, scratch.threads[thread], task.parts > 1 ? partial + offsets[i] : nullptr, first_spans[i]);
+      run_task(batch, a, task, scratch.threads[thread], task.parts > 1 ? partial + offsets[i] : nullptr);
     }
   };
   if (work * a.shape.head_dim < 40000) body(0, count, 0);  // shorter than the hand-over to another thread

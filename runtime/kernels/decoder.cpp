@@ -76,7 +76,8 @@ int Decoder::check(const StepArgs& a) const {
   }
   if (a.starts[0] != 0 || a.starts[a.sequences] != a.tokens) return STEP_SEQUENCE;
   for (int r = 0; r < a.sequences; ++r) {
-    const int count = a.starts[r + 1] - a.starts[r], blocks = (a.lengths[r] + cache_.block_size - 1) / cache_.block_size;
+    const int count = a.starts[r + 1] - a.starts[r], used = (a.lengths[r] + cache_.block_size - 1) / cache_.block_size;
+    const int blocks = used + cache_.tail_blocks();
     if (count < 1 || a.lengths[r] < count) return STEP_SEQUENCE;
     if (blocks > a.table_stride) return STEP_BLOCK;
     for (int b = 0; b < blocks; ++b) {
@@ -204,7 +205,8 @@ void Decoder::queries_keys_values(const LayerSpec& l, int index, const StepArgs&
       std::memcpy(qkv + (row + m) * stride + offset[which] + tile * kLanes, c + m * kLanes, sizeof(float) * kLanes);
   });
   begin_part(PART_ROPE);
-  const size_t layer_bytes = static_cast<size_t>(cache_.num_blocks) * cache_.block_bytes() * index;
+  const size_t count = static_cast<size_t>(cache_.num_blocks) * index;
+  uint8_t *keys = keys_ + count * cache_.key_block_bytes(), *values = values_ + count * cache_.block_bytes();
   rows(a.tokens, [&](int t, Thread&) {
     float *q = qkv + t * stride, *k = q + offset[1], *v = q + offset[2];
     if (l.q_norm && l.qk_norm_full) {
@@ -221,8 +223,10 @@ void Decoder::queries_keys_values(const LayerSpec& l, int index, const StepArgs&
       for (int h = 0; h < spec_.heads; ++h) rotate(q + h * d, cos, sin, table.half, round_);
       for (int h = 0; h < spec_.kv_heads; ++h) rotate(k + h * d, cos, sin, table.half, round_);
     }
-    write_token(cache_, keys_ + layer_bytes, values_ + layer_bytes, a.slots[t], k, v);
+    write_token(cache_, keys, values, a.slots[t], k, v);
   });
+  if (cache_.by_channel())
+    write_keys(*pool_, cache_, keys, values, {a.sequences, a.starts, a.lengths, a.tables, a.table_stride}, qkv + offset[1], stride);
 }
 
 void Decoder::norm(const float* x, const float* weight, int n, float* y) const {
@@ -338,12 +342,12 @@ int Decoder::step(Pool& pool, const StepArgs& a) {
     queries_keys_values(l, i, a);
     if (last && a.logit_count == 0) break;
     begin_part(PART_ATTENTION);
-    const size_t layer_bytes = static_cast<size_t>(cache_.num_blocks) * cache_.block_bytes() * i;
+    const size_t before = static_cast<size_t>(cache_.num_blocks) * i;
     float* attended = attended_.reserve(static_cast<size_t>(a.tokens) * width);
     const size_t stride = static_cast<size_t>(l.q->tiles + l.k->tiles + l.v->tiles) * kLanes;
-    attention(pool, batch, {cache_, keys_ + layer_bytes, values_ + layer_bytes, spec_.heads, qkv_.data, stride, attended,
-                            static_cast<size_t>(width), l.attention_scale, l.attention_cap, l.window, l.kept, l.sinks,
-                            spec_.torch_attention != 0}, attention_);
+    attention(pool, batch, {cache_, keys_ + before * cache_.key_block_bytes(), values_ + before * cache_.block_bytes(),
+                            spec_.heads, qkv_.data, stride, attended, static_cast<size_t>(width), l.attention_scale, l.attention_cap, l.window, l.kept, l.sinks,
+                            spec_.torch_attention != 0, qkv_.data + l.q->tiles * kLanes, stride}, attention_);
     begin_part(PART_ROWS);
     int count = a.tokens;
     if (last) {  // only the rows whose logits are asked for go on

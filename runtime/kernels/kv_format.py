@@ -8,15 +8,28 @@ Each vector of one token and KV head has codes of its own and one bfloat16 scale
 |---|---|---|---|---|
 | int8 | 8 | 127 | the integer, -127 … 127 | |
 | fp8_e4m3 | 8 | 448 | float8 e4m3 (OCP FP8, arXiv:2209.05433) | |
-| int4 | 4 | 7.5 | n - 7.5 for n = 0 … 15 | rotated: `rotate` |
+| int4, values | 4 | 7.5 | n - 7.5 for n = 0 … 15 | rotated: `rotate` |
 
-A vector that is not finite gets the scale NaN. Division, rounding (to nearest, ties to even; int4: floor) and the order
-of the rotation's sums are part of the definition, so that every writer makes the same bits: these functions on any
-device, and `runtime/kernels/attention_codes.cpp`. How codes and scales lie in memory is a backend's own business; the
-torch backends keep them as `split` says.
+`rotate` spreads a few large channels over all (QuaRot, arXiv:2404.00456); the sum over rotated values is rotated back.
 
-`rotate` spreads a few large channels over all (QuaRot, arXiv:2404.00456). Products of two rotated vectors are `block`
-times those of the vectors, so a rotated query attends rotated keys, and the sum over rotated values is rotated back.
+Keys in `int4` are quantized by channel in blocks of tokens, the pool's blocks (KIVI, arXiv:2402.02750): a channel of a
+KV head has over the tokens of a block one bfloat16 scale and one whole number, the code of zero. With lo and hi the
+least and the largest of the channel's bfloat16 values in the block:
+
+    scale = bfloat16(max((hi - lo) / 15, max(|lo|, |hi|) / 127)), zero = round(-lo / scale), in -127 … 127
+    code = round(x / scale) + zero, in 0 … 15, x ≈ scale · (code - zero)
+
+That needs every token of the block. So a query at position p reads the keys of the blocks before its own as codes, and
+those of its own block, p // B * B … p, as they are, in bfloat16: what it reads depends on its position alone, not on
+how its text was cut into steps. The exact keys of a request's last block, its tail, lie in the codes' places of the
+next two blocks of its table (`tail_blocks`), a quarter of the tokens each: the keys' of the first, the values' of the
+first, the keys' of the second, the values' of the second. There is one tail: a row that begins inside a block must end
+in it, and the drafts of a row lie in one block (`crosses`).
+
+What is not finite makes the scale NaN. Division, rounding (to nearest, ties to even; values in int4: floor) and the
+order of the rotation's sums are part of the definition, so that every writer makes the same bits: these functions on
+any device, and `runtime/kernels/attention_codes.cpp`. How codes and scales lie in memory is a backend's own business;
+the torch backends keep them as `split` and `split_keys` say.
 """
 
 from __future__ import annotations
@@ -37,6 +50,8 @@ class UnsupportedFormat(RunError):
 
 SCALE_BYTES = 2
 """Of one vector's scale."""
+CHANNEL_BYTES = 3
+"""Of a channel's scale and zero."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,24 @@ class KVFormat:
     limit: float
     storage: str
     rotates: bool = False
+    """Values, before they are quantized."""
+    by_channel: bool = False
+    """Keys, over the tokens of a block."""
+
+    @property
+    def tail_blocks(self) -> int:
+        """Blocks that a request's table has beyond those of its tokens: the place of its last block's exact keys."""
+        return 2 if self.by_channel else 0
+
+    def key_bytes(self, block_size: int, dim: int) -> int:
+        """Bytes of a block's keys of one head, scales included."""
+        if self.by_channel:
+            return block_size * dim * self.bits // 8 + CHANNEL_BYTES * dim
+        return block_size * self.vector_bytes(dim)
+
+    def token_bytes(self, dim: int, block_size: int = 32) -> int:
+        """Bytes of one head's key and value, rounded up; keys by channel have their share of the block's scales."""
+        return -(-self.key_bytes(block_size, dim) // block_size) + self.vector_bytes(dim)
 
     def vector_bytes(self, dim: int) -> int:
         """Bytes of one vector of `dim` elements, the scale included."""
@@ -57,9 +90,24 @@ class KVFormat:
         """The inverse of `vector_bytes`."""
         return (vector_bytes - SCALE_BYTES) * 8 // self.bits
 
-    def fault(self, dim: int) -> str:
-        """Why vectors of `dim` elements cannot be kept; empty where they can."""
-        return f"{self.name} packs two elements a byte, and {dim} is odd" if self.bits == 4 and dim % 2 else ""
+    def fault(self, key_dim: int, value_dim: int) -> str:
+        """Why keys and values of so many elements cannot be kept; empty where they can."""
+        odd = next((d for d in (key_dim, value_dim) if d % 2), 0) if self.bits == 4 else 0
+        if odd:
+            return f"{self.name} packs two elements a byte, and {odd} is odd"
+        if self.by_channel and key_dim != value_dim:
+            return f"{self.name} keeps exact keys where values may lie, and {key_dim} elements are not {value_dim}"
+        return ""
+
+    def block_fault(self, block_size: int) -> str:
+        """Why blocks of so many tokens cannot be; empty where they can."""
+        return f"{self.name} needs blocks of a multiple of 4 tokens" if self.by_channel and block_size % 4 else ""
+
+    def crosses(self, start: int, end: int, num_drafts: int, block_size: int) -> bool:
+        """Whether a row of the tokens start … end - 1, the last of them drafts, would need two tails (see above)."""
+        inside = self.by_channel and start % block_size > 0 and end > (start // block_size + 1) * block_size
+        first = end - num_drafts
+        return inside or (self.by_channel and num_drafts > 0 and end > (first // block_size + 1) * block_size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,7 +122,7 @@ FORMATS = {
     for f in (
         KVFormat("int8", 8, 127.0, "int8"),
         KVFormat("fp8_e4m3", 8, 448.0, "float8_e4m3fn"),
-        KVFormat("int4", 4, 7.5, "uint8", rotates=True),
+        KVFormat("int4", 4, 7.5, "uint8", rotates=True, by_channel=True),
     )
 }
 PLAIN = ("float32", "bfloat16", "float16")
@@ -166,12 +214,69 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, fmt: KVFormat) -> torc
 
 
 def turn_back(x: torch.Tensor, fmt: KVFormat | None) -> torch.Tensor:
-    """x [..., D] of rotated vectors as it would be without: what a query must be to attend rotated keys, and what the
-    sum over rotated values stands for. Same dtype; x itself where the format does not rotate."""
+    """What a sum over rotated values [..., D] stands for. Same dtype; x itself where the format does not rotate."""
     if fmt is None or not fmt.rotates:
         return x
     turned, block = rotate(x)
     return (turned / block).to(x.dtype)
+
+
+def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys [..., B, D] of a block by channel: codes uint8 [..., B, D / 2] (packed as by `quantize`), scales bfloat16
+    and zeros int8 [..., D]."""
+    import torch
+
+    x = x.to(torch.bfloat16).float()
+    low, high = x.amin(-2), x.amax(-2)
+    spread = high - low
+    scale = torch.maximum(spread / 15, torch.maximum(low.abs(), high.abs()) / 127).to(torch.bfloat16)
+    scale = torch.where(spread.isfinite(), scale, torch.nan)
+    step = scale.float()
+    step = torch.where(step == 0, 1.0, step)
+    zero = (-low / step).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127)
+    ratio = (x / step.unsqueeze(-2)).nan_to_num(0.0, 0.0, 0.0)
+    codes = (ratio.round() + zero.unsqueeze(-2)).clamp(0, 15).to(torch.uint8)
+    low_half, high_half = codes.chunk(2, dim=-1)
+    return low_half | high_half << 4, scale, zero.to(torch.int8)
+
+
+def dequantize_keys(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Keys float32 [..., B, D] from what `quantize_keys` made."""
+    import torch
+
+    values = torch.cat((codes & 15, codes >> 4), dim=-1).float()
+    return (values - zeros.float().unsqueeze(-2)) * scales.float().unsqueeze(-2)
+
+
+def split_keys(cache: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of keys by channel, cache [N, H, key_bytes]: codes uint8 [N, B, H, D / 2], scales bfloat16 [N, H, D], zeros
+    int8 [N, H, D]. In each block all codes come first, then all scales, then all zeros."""
+    import torch
+
+    blocks, heads, bytes_each = cache.shape
+    dim = 2 * bytes_each // (block_size + 2 * CHANNEL_BYTES)
+    flat = cache.view(torch.uint8).view(blocks, -1)
+    cut, end = block_size * heads * dim // 2, block_size * heads * dim // 2 + heads * dim * SCALE_BYTES
+    return (
+        flat[:, :cut].unflatten(1, (block_size, heads, dim // 2)),
+        flat[:, cut:end].view(torch.bfloat16).unflatten(1, (heads, dim)),
+        flat[:, end:].view(torch.int8).unflatten(1, (heads, dim)),
+    )
+
+
+def tail_quarters(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes' places as bfloat16 [N, B / 4, H, D], of keys and of values: each a quarter of a tail."""
+    import torch
+
+    blocks, size, heads, width = value_cache.shape
+    dim = 2 * (width - SCALE_BYTES)
+    cut = size * heads * dim // 2
+
+    def view(cache: torch.Tensor) -> torch.Tensor:
+        flat = cache.view(torch.uint8).view(blocks, -1)[:, :cut]
+        return flat.view(torch.bfloat16).unflatten(1, (size // 4, heads, dim))
+
+    return view(key_cache), view(value_cache)
 
 
 def split(cache: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,3 +311,13 @@ def read(cache: torch.Tensor, blocks: torch.Tensor, fmt: KVFormat | None, dtype:
         return cache[blocks]
     codes, scales = split(cache, fmt)
     return dequantize(codes[blocks], scales[blocks], fmt).to(dtype)
+
+
+def read_keys(
+    cache: torch.Tensor, blocks: torch.Tensor, block_size: int, fmt: KVFormat | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """`read` for keys, which may be by channel. None of them is rotated."""
+    if fmt is None or not fmt.by_channel:
+        return read(cache, blocks, fmt, dtype)
+    codes, scales, zeros = (part[blocks] for part in split_keys(cache, block_size))
+    return dequantize_keys(codes.transpose(-2, -3), scales, zeros).to(dtype).transpose(-2, -3)
