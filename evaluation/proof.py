@@ -50,8 +50,8 @@ def prove(
     Keys: `perplexity` and `divergence` (against the file of `write_reference`; both None without one), `cached` (the
     same as read from the KV cache, where that is quantized or sliding; else None, see `cached.py`), `speed` (None where
     the settings say so), `memory` (`weight_bytes`, `peak_rss`: bytes), `load_seconds`, `certificate` (what was
-    verified: files, backend, notes, environment, samples), `histogram` (of the KL; None without a reference). Raises RunError
-    with the process's last line.
+    verified: files, backend, notes, environment, samples), `histogram` (of the KL; None without a reference). Raises
+    RunError with the process's last line.
     """
     if not isinstance(settings, ProofSettings):
         settings = ProofSettings(**(settings or {}))
