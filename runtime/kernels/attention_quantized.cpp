@@ -4,8 +4,8 @@
 // folded in order, whoever computes them. So a row's sums depend on its sequence alone: not on its neighbours in the batch, nor
 // on how many tokens of its prompt are computed at once, nor on the number of threads. Where keys are by channel, those of a row's
 // own block are a span of their own, of exact keys, and come last.
-#include "attention_codes.h"
 #include "attention_rows.h"
+#include "attention_scores.h"
 
 namespace llmopt {
 namespace {
@@ -15,50 +15,6 @@ constexpr int kTileRows = 48;   // query rows of a task
 
 int span_blocks(const CacheShape& shape) { return std::max(1, kSpan / shape.block_size); }
 int spans_of(int keys, int span_keys) { return (keys + span_keys - 1) / span_keys; }
-
-// One panel of query rows against the blocks of one span.
-struct Piece {
-  const AttentionArgs* args;
-  const uint8_t* const* key_blocks;  // of this KV head; the exact keys of one block where `channels` is null and q is by rows
-  const ChannelKeys* channels;       // keys by channel, else null
-  const uint8_t* const* value_blocks;
-  const float* value_scales;         // [keys]
-  int blocks, keys;
-  const uint8_t* q;                  // packed panel, bfloat16 pairs [dp/2][r][2]; for exact keys [r][dp]
-  const float* rows;                 // for keys by channel: the queries, [r][dp], and behind them
-  float* space;                      // space for 2 dp floats and bfloat16 [r][dp]
-  const int *low, *high;             // per row: visible keys [low, high), relative to the first block
-  float* s;                          // [r][keys]
-  uint8_t* p;                        // bfloat16 [r][keys]
-  float* out;                        // [r][dp + 2]: maximum, sum and weighted sum of the rows over these keys
-  bool cold;                         // the blocks are read for the first time: worth a prefetch
-};
-
-// acc += a . b over `units` units of codes; a as in microkernel.h.
-template <class Codes, int MR>
-inline void code_products(Accumulator<MR>& acc, const uint8_t* a, size_t a_unit, size_t a_row, const uint8_t* b, size_t b_unit,
-                          int units) {
-#if LLMOPT_AVX512
-  for (int u = 0; u < units; ++u, a += Codes::kPairs * a_unit, b += b_unit) {
-    __m512i pairs[2][Codes::kPairs];
-    Codes::load(b, pairs);
-#pragma GCC unroll 4
-    for (int j = 0; j < Codes::kPairs; ++j)
-#pragma GCC unroll 12
-      for (int m = 0; m < MR; ++m) {
-        const __m512i x = broadcast_unit(a + m * a_row + j * a_unit);
-        acc.v[m][0] = multiply_add<BF16Op>(acc.v[m][0], pairs[0][j], x);
-        acc.v[m][1] = multiply_add<BF16Op>(acc.v[m][1], pairs[1][j], x);
-      }
-  }
-#else
-  uint16_t pairs[Codes::kPairs * kLanes * 2];
-  for (int u = 0; u < units; ++u, a += Codes::kPairs * a_unit, b += b_unit) {
-    Codes::load(b, pairs);
-    acc.template run<BF16Op>(a, a_unit, a_row, reinterpret_cast<const uint8_t*>(pairs), 4 * kLanes, Codes::kPairs);
-  }
-#endif
-}
 
 // Caps and masks one row of scores; false where no key is seen.
 bool mask_scores(const Piece& piece, int low, int high, float* s) {
@@ -107,103 +63,6 @@ void numerators(const Piece& piece, int m, float* s, uint8_t* p, float* state) {
   state[1] = total;
 }
 
-inline void prefetch_blocks(const Piece& piece, int b, size_t key_bytes, size_t value_bytes) {
-  if (!piece.cold) return;
-  for (int next = b ? b + 2 : 0; next < std::min(b + 3, piece.blocks); ++next) prefetch(piece.key_blocks[next], key_bytes);
-  prefetch(piece.value_blocks[b], value_bytes);
-}
-
-// Scores of codes whose scales are of tokens.
-template <class Keys>
-struct TokenScores {
-  template <int MR>
-  static void run(const Piece& piece, Accumulator<MR>& acc) {
-    const CacheShape& shape = piece.args->shape;
-    const int bs = shape.block_size, units = shape.dp() / (2 * Keys::kPairs);
-    for (int b = 0; b < piece.blocks; ++b) {
-      prefetch_blocks(piece, b, shape.head_bytes(), shape.head_bytes());
-      const uint16_t* scales = code_scales(shape, piece.key_blocks[b]);
-      for (int j = 0; j < bs; j += kLanes) {
-        float* s = piece.s + b * bs + j;
-        acc.zero();
-        code_products<Keys>(acc, piece.q, 4 * MR, 4, piece.key_blocks[b] + Keys::kLaneBytes * j,
-                            static_cast<size_t>(Keys::kLaneBytes) * bs, units);
-        acc.store(s, piece.keys);
-        alignas(64) float scale[kLanes];
-        for (int i = 0; i < kLanes; ++i) scale[i] = bf16_to_f32(scales[j + i]) * Keys::kFactor;
-        for (int m = 0; m < MR; ++m)
-          for (int i = 0; i < kLanes; ++i) s[static_cast<size_t>(m) * piece.keys + i] *= scale[i];
-      }
-    }
-  }
-};
-
-// One query times a block's scales, in bfloat16 to `scaled`; returns its product with `base`, what codes of 7.5 stand for.
-inline float scale_query(const float* q, const float* scale, const float* base, int dp, uint16_t* scaled) {
-#if LLMOPT_AVX512
-  __m512 sum = _mm512_setzero_ps();
-  for (int i = 0; i < dp; i += 32) {
-    const __m512 x = _mm512_loadu_ps(q + i), y = _mm512_loadu_ps(q + i + 16);
-    sum = _mm512_fmadd_ps(x, _mm512_loadu_ps(base + i), sum);
-    sum = _mm512_fmadd_ps(y, _mm512_loadu_ps(base + i + 16), sum);
-    _mm512_storeu_si512(scaled + i, bf16_pairs(_mm512_mul_ps(x, _mm512_loadu_ps(scale + i)), _mm512_mul_ps(y, _mm512_loadu_ps(scale + i + 16))));
-  }
-  return _mm512_reduce_add_ps(sum);
-#else
-  float sum = 0;
-  for (int i = 0; i < dp; ++i) {
-    sum += q[i] * base[i];
-    scaled[i] = f32_to_bf16(q[i] * scale[i]);
-  }
-  return sum;
-#endif
-}
-
-// Scores of codes by channel: the queries take the scales, and what the zeros come to is one number a row and block.
-struct ChannelScores {
-  template <int MR>
-  static void run(const Piece& piece, Accumulator<MR>& acc) {
-    const CacheShape& shape = piece.args->shape;
-    const int bs = shape.block_size, dp = shape.dp();
-    float *scale = piece.space, *base = scale + dp;
-    uint16_t* scaled = reinterpret_cast<uint16_t*>(base + dp);
-    for (int b = 0; b < piece.blocks; ++b) {
-      prefetch_blocks(piece, b, shape.code_bytes(), shape.head_bytes());
-      const ChannelKeys& keys = piece.channels[b];
-      for (int i = 0; i < dp; ++i) {
-        scale[i] = bf16_to_f32(keys.scales[i]);
-        base[i] = scale[i] * (7.5f - static_cast<float>(keys.zeros[i]));
-      }
-      float own[MR];
-      for (int m = 0; m < MR; ++m)
-        own[m] = scale_query(piece.rows + static_cast<size_t>(m) * dp, scale, base, dp, scaled + static_cast<size_t>(m) * dp);
-      for (int j = 0; j < bs; j += kLanes) {
-        float* s = piece.s + b * bs + j;
-        acc.zero();
-        code_products<Int4Keys>(acc, reinterpret_cast<const uint8_t*>(scaled), 4, 2 * static_cast<size_t>(dp),
-                                keys.codes + Int4Keys::kLaneBytes * j, static_cast<size_t>(Int4Keys::kLaneBytes) * bs,
-                                dp / (2 * Int4Keys::kPairs));
-        acc.store(s, piece.keys);
-        for (int m = 0; m < MR; ++m)
-          for (int i = 0; i < kLanes; ++i) s[static_cast<size_t>(m) * piece.keys + i] += own[m];
-      }
-    }
-  }
-};
-
-// Scores of one block's exact keys, bfloat16 [dp/2][block_size][2].
-struct ExactScores {
-  template <int MR>
-  static void run(const Piece& piece, Accumulator<MR>& acc) {
-    const int bs = piece.args->shape.block_size, dp = piece.args->shape.dp();
-    for (int j = 0; j < bs; j += kLanes) {
-      acc.zero();
-      acc.template run<BF16Op>(piece.q, 4, 2 * static_cast<size_t>(dp), piece.key_blocks[0] + 4 * j, static_cast<size_t>(4) * bs, dp / 2);
-      acc.store(piece.s + j, piece.keys);
-    }
-  }
-};
-
 template <class Scores, class Values>
 struct QuantizedPanel {
   template <int MR>
@@ -248,7 +107,8 @@ void pack_query(const AttentionArgs& a, const float* q, float* x, uint8_t* to, s
 // others, and where keys are by channel the tile's own blocks, twice where kept keys are among them.
 struct Spans {
   int span_keys, bs, begin, coded, kept, end, kept_spans, window_first, window_spans, own_first, own_blocks, count;
-  Spans(const AttentionArgs& a, int first, int end_) : span_keys(span_blocks(a.shape) * a.shape.block_size), bs(a.shape.block_size), end(end_) {
+  Spans(const AttentionArgs& a, int first, int end_)
+      : span_keys(span_blocks(a.shape) * a.shape.block_size), bs(a.shape.block_size), end(end_) {
     const bool exact = a.shape.by_channel();
     coded = exact ? (end - 1) / bs * bs : end;  // no row sees codes of keys beyond
     kept = a.kept_keys(end);
@@ -334,7 +194,8 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
     const int panel = row / kMaxRows, r = std::min(kMaxRows, rows - panel * kMaxRows);
     const size_t at = channels ? static_cast<size_t>(row) * dp * 2
                                : (static_cast<size_t>(panel) * kMaxRows * (dp / 2) + row % kMaxRows) * 4;
-    pack_query(a, a.q + (task.token + row / group) * a.q_stride + static_cast<size_t>(task.head * group + row % group) * shape.head_dim,
+    const float* query = a.q + (task.token + row / group) * a.q_stride;
+    pack_query(a, query + static_cast<size_t>(task.head * group + row % group) * shape.head_dim,
                floats + (channels ? static_cast<size_t>(row) * dp : 0), q + at, channels ? 4 : static_cast<size_t>(4) * r);
     if (totals) totals[static_cast<size_t>(row) * stride] = kNegInf;
   }
@@ -371,8 +232,8 @@ void run_task(const Batch& batch, const AttentionArgs& a, const AttentionScratch
       if (seen <= 0 || nearest >= seen * bs) {
         for (int m = 0; m < r; ++m) std::fill(std::fill_n(out + m * stride, 1, kNegInf), out + (m + 1) * stride, 0.0f);
       } else {
-        run_panel(shape.format, r, {&a, keys, channels && span.own < 0 ? by_channel : nullptr, values, value_scales, seen, seen * bs,
-                                    q + static_cast<size_t>(row0) * dp * 2, floats + static_cast<size_t>(channels ? row0 : 0) * dp,
+        run_panel(shape.format, r, {&a, keys, channels && span.own < 0 ? by_channel : nullptr, values, value_scales, seen,
+                                    seen * bs, q + static_cast<size_t>(row0) * dp * 2, floats + static_cast<size_t>(channels ? row0 : 0) * dp,
                                     floats + static_cast<size_t>(channels ? rows : 0) * dp, low, high, s, p, out,
                                     row0 == 0 && span.own < 0});
       }
