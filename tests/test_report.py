@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from pathlib import Path
 
+import llmopt
 import pytest
 from llmopt.evaluation.report import draw_report, write_report
 from llmopt.evaluation.report.examples import END, pairs
@@ -309,3 +311,38 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("llmopt.evaluation.report.write.available", lambda: False)
     with pytest.raises(MissingDependency, match=r"llmopt\[report\]"):
         draw_report("artifact", manifest())
+
+
+def themes() -> list[dict[str, str]]:
+    """The page's colours by name, in light and in dark."""
+    style = (Path(llmopt.__file__).parent / "evaluation" / "report" / "style.css").read_text(encoding="utf-8")
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.S)[:2]
+    )
+    return [light, {**light, **dark}]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours `#rrggbb` (WCAG 2.2)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", themes(), ids=["light", "dark"])
+def test_colours_are_readable(theme):
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    texts = [
+        (ink, ground) for ink in ("ink", "soft", "accent", "good", "bad", "warn") for ground in ("page", "surface")
+    ]
+    texts += [("soft", "band"), ("mark-ink", "mark"), *((f"t{n}", f"s{n}") for n in range(1, 8))]
+    shapes = [(f"c{n}", ground) for n in range(1, 9) for ground in ("surface", "band")]
+    too_weak = [pair for pair in texts if contrast(theme[pair[0]], theme[pair[1]]) < 4.5]
+    too_weak += [pair for pair in shapes if contrast(theme[pair[0]], theme[pair[1]]) < 3]
+    assert not too_weak

@@ -203,7 +203,9 @@ def _examples(data: dict[str, Any]) -> Section:
     blocks: list[Any] = [Missing("The source's continuations", why)]
     if mine:
         rows: list[list[str | Cell]] = [[shorten(str(s.get("prompt"))), shorten(str(s.get("text")))] for s in mine]
-        blocks.append(Table("Continuations by the artifact", [Column("prompt"), Column("continuation")], rows))
+        blocks.append(
+            Table("Continuations by the artifact", [Column("prompt"), Column("continuation", wrap=True)], rows)
+        )
     return Section("Examples", blocks)
 
 
@@ -218,7 +220,7 @@ def _run(data: dict[str, Any]) -> Section:
         ]
         for record in passes
     ]
-    columns = [Column("pass", code=True), Column("what it did"), Column("time", True), Column("result")]
+    columns = [Column("pass", code=True), Column("what it did", wrap=True), Column("time", True), Column("result")]
     blocks: list[Any] = [_timeline(data.get("timeline"))]
     if rows:
         blocks.append(Table("Passes", columns, rows))
@@ -263,13 +265,17 @@ def _notes(caption: str, notes: list[dict[str, Any]]) -> Table:
     rows: list[list[str | Cell]] = [
         [str(note.get("stage")), shorten(str(note.get("message")), 2000)] for note in notes[:MOST_NOTES]
     ]
-    return Table(caption, [Column("stage", code=True), Column("what")], rows, more=max(0, len(notes) - MOST_NOTES))
+    return Table(
+        caption, [Column("stage", code=True), Column("what", wrap=True)], rows, more=max(0, len(notes) - MOST_NOTES)
+    )
 
 
 def _recipe(recipe: dict[str, Any]) -> Section:
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
     intro = "As it ran, every option spelled out: saved as YAML, it repeats the run."
-    return Section("Recipe", [Details("Show the recipe", Code("Recipe, YAML", shorten(text, 100_000)))], intro)
+    return Section(
+        "Recipe", [Details("Show the recipe", Code("Recipe, YAML", shorten(text, 100_000)), printed=True)], intro
+    )
 
 
 def _provenance(data: dict[str, Any]) -> Section:
@@ -291,7 +297,7 @@ def _provenance(data: dict[str, Any]) -> Section:
         [key, shorten(str(value))] for key, value in environment.items() if value is not None
     ]
     files: list[list[str | Cell]] = [[name, str(digest)] for name, digest in list(_part(data, "files").items())[:500]]
-    columns = [Column("fact"), Column("value")]
+    columns = [Column("fact"), Column("value", wrap=True)]
     return Section(
         "Provenance",
         [
@@ -299,7 +305,7 @@ def _provenance(data: dict[str, Any]) -> Section:
             Table("Versions and machine", columns, machine),
             Details(
                 f"{len(_part(data, 'files'))} files and their SHA-256",
-                Table("Files", [Column("file", code=True), Column("SHA-256", code=True)], files),
+                Table("Files", [Column("file", code=True), Column("SHA-256", code=True, wrap=True)], files),
             ),
         ],
     )

@@ -161,7 +161,7 @@ def _chart(
 
 
 def _passes(item: dict[str, Any]) -> Table:
-    columns = [Column("pass", code=True), Column("what it did"), Column("seconds", True)]
+    columns = [Column("pass", code=True), Column("what it did", wrap=True), Column("seconds", True)]
     rows: list[list[str | Cell]] = [
         [str(record.get("name")), str(record.get("summary"))[:1000], short(record.get("seconds"))]
         for record in item["manifest"].get("passes") or []

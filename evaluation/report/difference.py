@@ -131,7 +131,13 @@ def _flips(data: dict[str, Any]) -> Section:
     flips = [flip for flip in data.get("flips") or [] if isinstance(flip, dict)]
     if not flips:
         return Section("Tokens that flip", [Text("No most likely token changed.", "good")])
-    columns = [Column("before it"), Column("text"), Column("a's choice"), Column("b's choice"), Column("KL", True)]
+    columns = [
+        Column("before it", wrap=True),
+        Column("text"),
+        Column("a's choice"),
+        Column("b's choice"),
+        Column("KL", True),
+    ]
     rows: list[list[str | Cell]] = [
         [
             shorten(str(flip.get("context", "")), 400),
@@ -155,7 +161,7 @@ def _choice(choice: Any) -> str:
 def _notes(notes: Sequence[dict[str, Any]]) -> Section:
     if not notes:
         return Section("What fell back", [Text("Nothing fell back.", "good")])
-    columns = [Column("stage", code=True), Column("kind"), Column("what")]
+    columns = [Column("stage", code=True), Column("kind"), Column("what", wrap=True)]
     rows: list[list[str | Cell]] = [
         [str(note.get("stage")), str(note.get("kind")), shorten(str(note.get("message")), 2000)] for note in notes[:300]
     ]

@@ -104,7 +104,9 @@ def _notes(model: dict[str, Any], other: dict[str, Any]) -> Section:
     ]
     if rows:
         blocks.append(
-            Table("Notes", [Column("side"), Column("stage", code=True), Column("kind"), Column("what")], rows)
+            Table(
+                "Notes", [Column("side"), Column("stage", code=True), Column("kind"), Column("what", wrap=True)], rows
+            )
         )
     return Section("What fell back", blocks)
 

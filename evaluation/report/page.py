@@ -37,11 +37,12 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Column:
-    """name: its header. numeric: aligned to the right. code: set in a fixed-width face."""
+    """name: its header. numeric: aligned to the right. code: set in a fixed-width face. wrap: long words may break."""
 
     name: str
     numeric: bool = False
     code: bool = False
+    wrap: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,12 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Details:
-    """A block behind a line that opens it."""
+    """A block behind a line that opens it; printed: on paper it is open."""
 
     kind: ClassVar[str] = "details"
     summary: str
     block: Any
+    printed: bool = False
 
 
 @dataclass

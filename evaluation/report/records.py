@@ -60,7 +60,7 @@ def facts(caption: str, values: dict[str, Any]) -> Table:
     rows: list[list[str | Cell]] = [
         [_title(key), _cell(value)] for key, value in list(values.items())[:MOST_ROWS] if not _large(value)
     ]
-    return Table(caption, [Column("name"), Column("value")], rows, max(0, len(values) - MOST_ROWS))
+    return Table(caption, [Column("name"), Column("value", wrap=True)], rows, max(0, len(values) - MOST_ROWS))
 
 
 def _records(name: str, records: list[dict[str, Any]], depth: int) -> list[Any]:

@@ -3,6 +3,7 @@
   // Charts: the figure under the pointer, or the one that the arrow keys have reached, is told in #tip.
   const tip = document.getElementById("tip");
   let current = null;
+  let byKey = false;
 
   function show(element, x, y) {
     if (current && current !== element) current.classList.remove("at");
@@ -17,6 +18,11 @@
     tip.style.top = Math.max(4, top) + "px";
   }
 
+  function showAtMark(element) {
+    const box = element.getBoundingClientRect();
+    show(element, box.left + box.width / 2, box.top + box.height / 2);
+  }
+
   function hide() {
     if (current) current.classList.remove("at");
     current = null;
@@ -29,6 +35,7 @@
     drawing.setAttribute("aria-description", "Arrow keys step through the figures.");
     drawing.addEventListener("pointermove", (event) => {
       const mark = event.target.closest("[data-tip]");
+      byKey = false;
       if (mark) show(mark, event.clientX, event.clientY);
       else hide();
     });
@@ -47,9 +54,19 @@
       const frame = drawing.getBoundingClientRect();
       if (box.left < frame.left) drawing.scrollLeft -= frame.left - box.left + 20;
       if (box.right > frame.right) drawing.scrollLeft += box.right - frame.right + 20;
-      const at = marks[index].getBoundingClientRect();
-      show(marks[index], at.left + at.width / 2, at.top + at.height / 2);
+      byKey = true;
+      showAtMark(marks[index]);
     });
   }
-  addEventListener("scroll", hide, { passive: true });
+  addEventListener("scroll", () => (byKey && current ? showAtMark(current) : hide()), { passive: true });
+
+  // On paper, what is worth printing is open.
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll("details.printed:not([open])")];
+    for (const details of opened) details.open = true;
+  });
+  addEventListener("afterprint", () => {
+    for (const details of opened) details.open = false;
+  });
 })();
