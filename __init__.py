@@ -32,6 +32,7 @@ _NAMES = {
     "RunError": "optimizer.errors",
     "RuntimeSpec": "optimizer.runtime_spec",
     "UsageError": "optimizer.errors",
+    "compare": "optimizer.compare",
     "diff": "optimizer.diff",
     "evaluate": "optimizer.evaluate",
     "load": "runtime.llm",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .optimizer.api import optimize
     from .optimizer.artifact import Artifact
     from .optimizer.base import Context, Exporter, ModulePlan, Options, Pass, PassReport, PlanItem
+    from .optimizer.compare import compare
     from .optimizer.diff import ModelDiff, diff
     from .optimizer.errors import GateError, LlmoptError, RunError, UsageError
     from .optimizer.evaluate import Evaluation, evaluate

