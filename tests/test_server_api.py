@@ -1,6 +1,7 @@
 """OpenAI's endpoints over a fake model: shapes, streams, parameters that work and those that are refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 from llmopt.optimizer.errors import UsageError
@@ -8,6 +9,7 @@ from llmopt.runtime.engine.fake_runner import greedy_continuation
 from llmopt.runtime.server.settings import ServerSettings
 
 pytest.importorskip("fastapi")
+from llmopt.runtime.server.app import PAGE_FILES
 from llmopt.tests.server_helpers import VOCAB, Server, tokenizer, until
 
 CHAT = "/v1/chat/completions"
@@ -305,6 +307,9 @@ def test_the_page(server):
     for path in ("/page/app.js", "/page/chart.js", "/page/style.css"):
         assert server.get(path)[0] == 200
     assert "http://" not in text and "https://" not in text  # nothing from elsewhere
+    declared = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    for name, _ in PAGE_FILES.values():
+        assert f'"page/*{Path(name).suffix}"' in declared  # the wheel has it
 
 
 def test_openapi(server):

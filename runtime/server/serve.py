@@ -17,13 +17,19 @@ from .settings import ServerSettings
 CLOSE_SECONDS = 5
 
 
-def check_libraries() -> None:
-    """Raise MissingDependency where the extra `serve` is not installed."""
+def check_libraries(tracing: bool = False) -> None:
+    """Raise MissingDependency where the extra `serve` is not installed, or `opentelemetry` for tracing."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         try:
             __import__(library)
         except ImportError:
             raise MissingDependency(library.replace("_", "-"), "serve", "the server") from None
+    if tracing:
+        try:
+            __import__("fastapi.telemetry")
+            __import__("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+        except ImportError as error:
+            raise MissingDependency(str(error.name), "opentelemetry", "--tracing (Python 3.11 or newer)") from None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,7 +61,7 @@ def serve(
     """Serve until SIGTERM or SIGINT; then drain. A second signal ends at once. Raises what loading raises, and
     UsageError for settings that do not hold."""
     settings.check()
-    check_libraries()
+    check_libraries(settings.tracing)
     bound = bind(settings.host, settings.port)
     try:
         asyncio.run(_serve(bound, loader, settings, name, on_ready))

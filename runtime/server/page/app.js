@@ -118,7 +118,7 @@ function describe(reason, usage, began, first) {
     const seconds = (performance.now() - first) / 1000;
     const count = usage.completion_tokens;
     parts.push(`${count} tokens`);
-    if (count > 1 && seconds > 0) parts.push(`${((count - 1) / seconds).toFixed(0)} tokens/s`);
+    if (count > 1 && seconds > 0) parts.push(`${((count - 1) / seconds).toFixed(0)} tok/s`);
   }
   if (reason && reason !== "stop") parts.push("ended by: " + reason);
   return parts.join(" · ");
@@ -187,7 +187,14 @@ at("theme").addEventListener("click", () => {
 async function names() {
   try {
     const answer = await fetch("v1/models", { headers: headers() });
-    if (answer.ok) at("model").textContent = (await answer.json()).data[0].id;
+    if (!answer.ok) return;
+    const [model] = (await answer.json()).data;
+    at("model").textContent = model.id;
+    if (model.max_model_len) {
+      const field = at("max-tokens");
+      if (!field.max) field.value = Math.min(512, Math.ceil(model.max_model_len / 4));
+      field.max = model.max_model_len;
+    }
   } catch {
     at("model").textContent = "";
   }

@@ -79,7 +79,7 @@ export class Monitor {
     this.onState = onState;
     this.before = null;
     this.charts = {
-      throughput: new Chart("throughput", ["--accent"], 10, ([rate]) => rate.toFixed(0) + " tokens/s"),
+      throughput: new Chart("throughput", ["--accent"], 10, ([rate]) => rate.toFixed(0) + " tok/s"),
       requests: new Chart(
         "requests", ["--accent", "--second"], 4, ([running, waiting]) => `${running} running, ${waiting} waiting`),
       cache: new Chart("cache", ["--accent"], 0.05, ([share]) => percent(share)),
