@@ -122,6 +122,6 @@ def _speak(model: LoadedModel, prompts: Sequence[str], new_tokens: int) -> list[
 def _sample(model: LoadedModel, prompt: str, ids: list[int]) -> dict[str, Any]:
     from .token_ends import token_ends
 
-    text = model.tokenizer.decode(ids)
+    text = str(model.tokenizer.decode(ids))
     ends = token_ends(model.tokenizer, ids, text)
     return {"prompt": prompt, "text": text, "token_ids": ids, "finish_reason": "length", "token_ends": ends}

@@ -19,8 +19,8 @@ def token_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], tex
     """
     ends, last = [], 0
     for count in range(1, min(len(token_ids), MOST) + 1):
-        begun = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=True).rstrip("\ufffd")
-        last = max(last, _common(begun, text))
+        begun = str(tokenizer.decode(list(token_ids[:count]), skip_special_tokens=True))
+        last = max(last, _common(begun.rstrip("\ufffd"), text))
         ends.append(last)
     if ends and len(ends) == len(token_ids):
         ends[-1] = len(text)

@@ -90,7 +90,9 @@ class Manifest(Part):
     certificate: dict[str, Any] = Field(description="What a fresh process saw when it reopened the artifact.")
     gates: list[GateRecord] = Field(default_factory=list)
     notes: list[Note] = Field(default_factory=list, description="Fallbacks and remarks of the run.")
-    timeline: Timeline | None = Field(None, description="Memory over the run; null in artifacts of earlier versions.")
+    timeline: Timeline | None = Field(
+        default=None, description="Memory over the run; null in artifacts of earlier versions."
+    )
     environment: dict[str, str] = Field(description="Versions of the libraries and the machine's kind.")
     files: dict[str, str] = Field(description="Relative path → SHA-256 of every other file of the folder.")
 

@@ -113,7 +113,7 @@ def _value(metrics: dict[str, Any], key: str) -> float | None:
 def _bars(results: Sequence[dict[str, Any]], key: str) -> Chart | None:
     """Bars of the targets' figure, with the range of its rounds; None where no target has it."""
     label = {**RATES, **LATENCIES}[key] + (" (median)" if key in LATENCIES else "")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for result in results:
         value = _value((result.get("summary") or {}).get("metrics") or {}, key)
         if value is None:
