@@ -70,8 +70,8 @@ struct QuantizedPanel {
     static void run(const Piece& piece) {
       const int bs = piece.args->shape.block_size, dp = piece.args->shape.dp();
       const size_t p_row = static_cast<size_t>(piece.keys) * 2;
+      Scores::template run<MR>(piece);
       Accumulator<MR> acc;
-      Scores::template run<MR>(piece, acc);
       for (int m = 0; m < MR; ++m)
         numerators(piece, m, piece.s + static_cast<size_t>(m) * piece.keys, piece.p + m * p_row, piece.out + m * (dp + 2));
       for (int d = 0; d < dp; d += kLanes) {

@@ -60,7 +60,8 @@ inline void prefetch_blocks(const Piece& piece, int b, size_t key_bytes, size_t 
 template <class Keys>
 struct TokenScores {
   template <int MR>
-  static void run(const Piece& piece, Accumulator<MR>& acc) {
+  static void run(const Piece& piece) {
+    Accumulator<MR> acc;  // of its own: one that others see would be kept in memory
     const CacheShape& shape = piece.args->shape;
     const int bs = shape.block_size, units = shape.dp() / (2 * Keys::kPairs);
     for (int b = 0; b < piece.blocks; ++b) {
@@ -106,7 +107,8 @@ inline float scale_query(const float* q, const float* scale, const float* base, 
 // Scores of codes by channel: the queries take the scales, and what the zeros come to is one number a row and block.
 struct ChannelScores {
   template <int MR>
-  static void run(const Piece& piece, Accumulator<MR>& acc) {
+  static void run(const Piece& piece) {
+    Accumulator<MR> acc;  // of its own: one that others see would be kept in memory
     const CacheShape& shape = piece.args->shape;
     const int bs = shape.block_size, dp = shape.dp();
     float *scale = piece.space, *base = scale + dp;
@@ -138,7 +140,8 @@ struct ChannelScores {
 // Scores of one block's exact keys, bfloat16 [dp/2][block_size][2].
 struct ExactScores {
   template <int MR>
-  static void run(const Piece& piece, Accumulator<MR>& acc) {
+  static void run(const Piece& piece) {
+    Accumulator<MR> acc;  // of its own: one that others see would be kept in memory
     const int bs = piece.args->shape.block_size, dp = piece.args->shape.dp();
     for (int j = 0; j < bs; j += kLanes) {
       acc.zero();

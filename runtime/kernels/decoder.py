@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -292,9 +293,9 @@ class FusedDecoder:
         library().llmopt_decoder_profile(self._handle, int(enabled), ctypes.addressof(values))
         return {name: value * 1e-9 for name, value in zip(PARTS, values)}
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         handle, self._handle = getattr(self, "_handle", None), None
-        if handle:
+        if handle and not ending():  # modules are taken apart then, and the memory goes with the process
             library().llmopt_decoder_free(handle)
 
 

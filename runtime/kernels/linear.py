@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -161,9 +163,9 @@ class NativeLinear:
             raise MemoryError("no memory for a native linear layer's activations")
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         handle, self.handle = getattr(self, "handle", None), None
-        if handle:
+        if handle and not ending():  # modules are taken apart then, and the memory goes with the process
             library().llmopt_linear_free(handle)
 
 
