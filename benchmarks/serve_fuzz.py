@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from serve_bodies import mutated
 from serve_process import ServerProcess, tiny_model
 
-ALLOWED = {200, 400, 404, 413, 429}
+ALLOWED = {200, 400, 404, 413, 429, 504}
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or tiny_model(Path(folder))
-        with ServerProcess(model, "--set", "kv_cache_memory=67108864") as server:
+        with ServerProcess(model, "--set", "kv_cache_memory=67108864", "--request-timeout", "60") as server:
             return run(server, arguments.count, arguments.seed, arguments.threads)
 
 

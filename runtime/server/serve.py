@@ -93,7 +93,7 @@ async def _serve(
             await asyncio.wait({loading, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
-                log.event("ready", url=url, model=name)
+                log.event("ready", url=url, model=(settings.served_names or (name,))[0])
                 on_ready(url)
                 await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
