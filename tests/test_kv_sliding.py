@@ -302,16 +302,16 @@ def test_an_artifact_is_made_proved_and_loaded(tiny_model, tmp_path):
 
     made = run(tiny_model, [{"kv_cache": {"kind": "sliding", "sinks": 2, "window": 6}}], tmp_path / "out")
     figures = made.manifest.measured["divergence"]
-    assert figures["mean_kl"] > 0.01 and figures["cached_mean_kl"] > 0.01  # the mask is seen in both
+    assert figures["mean_kl"] > 1e-3 and figures["cached_mean_kl"] > 1e-3  # the mask is seen in both: 1e-6 without
     wanted = "sliding, the first 2 and the last 6 tokens, as the RuntimeSpec asks"
     assert any(wanted in note["message"] for note in made.manifest.certificate["notes"])
     with llmopt.load(made.path) as llm:
         assert llm.runner.sliding == Sliding(2, 6)
-        short = llm.generate("Once upon a time there was a river", max_new_tokens=12).token_ids
+        short = llm.generate("Once upon a time there was a river", max_new_tokens=12, logprobs=1).logprobs
     with llmopt.load(made.path, kv_window=500) as llm:
         assert llm.runner.sliding == Sliding(0, 500)
         assert any("kv_window as given to load" in note["message"] for note in llm.notes)
-        assert llm.generate("Once upon a time there was a river", max_new_tokens=12).token_ids != short
+        assert llm.generate("Once upon a time there was a river", max_new_tokens=12, logprobs=1).logprobs != short
     with llmopt.load(made.path, engine="static") as llm:
         (note,) = [n for n in llm.notes if n["kind"] == "fallback" and "sliding" in n["message"]]
         assert "was not applied: the static engine" in note["message"]

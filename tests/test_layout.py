@@ -18,7 +18,8 @@ OUTSIDE = {"tests", "benchmarks", "examples", "docs"}
 GROUND = {f"optimizer.{name}" for name in ("base", "errors", "events", "model", "registry", "runtime_spec")}
 FLOORS = [("optimizer.cli", 6), ("passes", 4), ("exporters", 4), ("evaluation", 4)]
 FLOORS += [("runtime.kernels", 2), ("runtime", 3)]
-FLOORS += [(f"optimizer.{name}", 3) for name in ("files", "gguf_source", "sources")]
+FLOORS += [(f"optimizer.{name}", 3) for name in ("checkpoint", "environment", "files", "gguf_source")]
+FLOORS += [(f"optimizer.{name}", 3) for name in ("self_text", "source_model", "sources")]
 
 
 @cache
