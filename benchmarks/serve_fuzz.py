@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from serve_bodies import mutated
 from serve_process import ServerProcess, tiny_model
 
-ALLOWED = {200, 400, 404, 413, 429, 504}
+ALLOWED = {200, 400, 404, 413, 429, 408}
 
 
 def main() -> int:

@@ -112,6 +112,18 @@ def test_stop_string(server):
     assert kept["text"] == choice["text"] + stop
 
 
+def test_extreme_values(server):
+    """Each is in range, and would make logits infinite if it were just divided by."""
+    body = {"prompt": "hello", "max_tokens": 5, "return_token_ids": True}
+    expected = greedy_continuation(encode("hello"), 5, VOCAB)
+    for change in ({"temperature": 5e-324}, {"temperature": 1e-30}, {"top_p": 5e-324}, {"min_p": 1.0}):
+        assert server.post("/v1/completions", {**body, **change})[1]["choices"][0]["token_ids"] == expected
+    for change in ({"repetition_penalty": 0.01}, {"repetition_penalty": 10}, {"top_k": 2**31 - 1}, {"temperature": 2}):
+        assert server.post("/v1/completions", {**body, **change})[0] == 200
+    assert server.post("/v1/completions", {**body, "repetition_penalty": 5e-324})[0] == 400
+    assert server.post("/v1/completions", {**body, "deadline": 5e-324})[0] == 408
+
+
 def test_logit_bias_and_seed(server):
     body = {"prompt": "x", "max_tokens": 3, "logit_bias": {"77": 100}, "return_token_ids": True}
     assert server.post("/v1/completions", body)[1]["choices"][0]["token_ids"] == [77, 77, 77]

@@ -96,13 +96,13 @@ def test_deadlines():
         if status == 200:  # the step that was running has given a token
             assert answer["choices"][0]["finish_reason"] == "deadline"
         else:
-            assert status == 504 and answer["error"]["code"] == "deadline_exceeded"
+            assert status == 408 and answer["error"]["code"] == "deadline_exceeded"
         until(lambda: free(server))
         server.gate.clear()
         clients = [raw(server, LONG) for _ in range(4)]
         until(lambda: server.host.queue.num_waiting == 1)
         status, answer, headers = server.post(PATH, {**LONG, "deadline": 0.1})
-        assert status == 504 and headers["x-should-retry"] == "false"
+        assert status == 408 and headers["x-should-retry"] == "false"
         server.gate.set()
         [client.close() for client in clients]
 

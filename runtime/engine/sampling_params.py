@@ -9,6 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ...optimizer.errors import UsageError, did_you_mean
 
 MAX_LOGPROBS = 128
+COLDEST = 1e-20
+"""Temperatures below are greedy: float32 logits divided by them differ by more than exp can tell, or overflow."""
 
 
 def _strings(value: Any) -> Any:
@@ -72,7 +74,7 @@ class SamplingParams(BaseModel):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < COLDEST or self.top_k == 1
 
     @property
     def constrained(self) -> bool:

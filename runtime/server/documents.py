@@ -24,11 +24,11 @@ _MEANINGS = {
     400: "The request is wrong; `code` is `context_length_exceeded` where it is too long.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
+    408: "The deadline passed before there was an answer.",
     413: "The body is larger than the server takes.",
     429: "Too many requests wait; see `Retry-After`.",
     500: "The request failed inside the engine.",
     503: "Loading, restarting or shutting down; see `Retry-After`.",
-    504: "The deadline passed before there was an answer.",
 }
 
 
@@ -37,6 +37,9 @@ def _answer(meaning: str) -> dict[str, Any]:
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {status: _answer(text) for status, text in _MEANINGS.items()}
+OBJECT: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer.", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
 GENERATION: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer, or a stream of chunks that ends with `data: [DONE]`.",

@@ -44,7 +44,7 @@ class ApiError(Exception):
         """Clients of OpenAI's API try again on some statuses unless told otherwise."""
         if self.retry_after is not None:
             return {"Retry-After": str(self.retry_after)}
-        return {"X-Should-Retry": "false"} if self.status >= 500 else {}
+        return {"X-Should-Retry": "false"} if self.status == 408 or self.status >= 500 else {}
 
 
 def from_exception(error: BaseException | None) -> ApiError:

@@ -206,7 +206,7 @@ async def _before(seconds: float | None, work: Awaitable[T]) -> T:
 
 
 def deadline_passed() -> ApiError:
-    return ApiError(504, "the deadline passed before there was an answer", code="deadline_exceeded", reason="deadline")
+    return ApiError(408, "the deadline passed before there was an answer", code="deadline_exceeded", reason="deadline")
 
 
 def _check_number(services: Services, count: int) -> None:

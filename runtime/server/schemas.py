@@ -69,7 +69,7 @@ class Sampling(Body):
 
     top_k: Whole | None = Field(None, ge=-1, lt=2**31)
     min_p: Real | None = Field(None, ge=0, le=1)
-    repetition_penalty: Real | None = Field(None, gt=0, le=10)
+    repetition_penalty: Real | None = Field(None, ge=0.01, le=10)
     stop_token_ids: Annotated[list[Whole], Field(max_length=128)] | None = None
     min_tokens: Whole | None = Field(None, ge=0)
     ignore_eos: Flag | None = None
@@ -242,7 +242,7 @@ class GenerateRequest(Body):
     top_k: Whole = Field(0, ge=-1, lt=2**31)
     top_p: Real = Field(1.0, gt=0, le=1)
     min_p: Real = Field(0.0, ge=0, le=1)
-    repetition_penalty: Real = Field(1.0, gt=0, le=10)
+    repetition_penalty: Real = Field(1.0, ge=0.01, le=10)
     seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: Flag = False

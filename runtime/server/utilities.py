@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from .choices import Piece
-from .documents import ERRORS, GENERATION
+from .documents import ERRORS, OBJECT
 from .job import Job, deadline_passed, open_job, or_disconnect
 from .model import ServedModel
 from .params import generate_params
@@ -20,7 +20,7 @@ router = APIRouter()
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@router.get("/v1/models", responses=ERRORS, response_class=JsonReply, tags=["openai"])
+@router.get("/v1/models", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["openai"])
 async def models(request: Request) -> JsonReply:
     """The names under which the model answers."""
     services = request.app.state.services
@@ -33,7 +33,7 @@ async def models(request: Request) -> JsonReply:
     return JsonReply({"object": "list", "data": data})
 
 
-@router.get("/v1/models/{name:path}", responses=ERRORS, response_class=JsonReply, tags=["openai"])
+@router.get("/v1/models/{name:path}", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["openai"])
 async def one_model(name: str, request: Request) -> JsonReply:
     services = request.app.state.services
     services.check_model(name)
@@ -42,7 +42,7 @@ async def one_model(name: str, request: Request) -> JsonReply:
     return JsonReply({**entry, "max_model_len": None if model is None else model.context_length})
 
 
-@router.post("/tokenize", responses={**GENERATION, **ERRORS}, response_class=JsonReply, tags=["tokens"])
+@router.post("/tokenize", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["tokens"])
 async def tokenize(body: TokenizeRequest, request: Request) -> JsonReply:
     """Token ids of a text or of a chat."""
 
@@ -59,7 +59,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> JsonReply:
     return JsonReply(await _with_model(request, body.model, work))
 
 
-@router.post("/detokenize", responses={**GENERATION, **ERRORS}, response_class=JsonReply, tags=["tokens"])
+@router.post("/detokenize", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["tokens"])
 async def detokenize(body: DetokenizeRequest, request: Request) -> JsonReply:
     """The text of token ids."""
 
@@ -70,7 +70,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> JsonReply:
     return JsonReply(await _with_model(request, body.model, work))
 
 
-@router.post("/generate", responses={**GENERATION, **ERRORS}, response_class=JsonReply, tags=["tokens"])
+@router.post("/generate", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["tokens"])
 async def generate(body: GenerateRequest, request: Request) -> JsonReply:
     """Continue one prompt, with the library's own parameter names; greedy by default."""
     services = request.app.state.services
@@ -107,7 +107,7 @@ async def _collect(job: Job) -> JsonReply:
     )
 
 
-@router.get("/health", responses={503: ERRORS[503]}, response_class=JsonReply, tags=["operation"])
+@router.get("/health", responses={**OBJECT, 503: OBJECT[200]}, response_class=JsonReply, tags=["operation"])
 async def health(request: Request) -> JsonReply:
     """503 where the engine has crashed or finishes no step though it has work. 200 while the model loads."""
     host = request.app.state.services.host
@@ -117,20 +117,20 @@ async def health(request: Request) -> JsonReply:
     return JsonReply({"status": status}, status_code=200 if host.healthy else 503)
 
 
-@router.get("/ready", responses={503: ERRORS[503]}, response_class=JsonReply, tags=["operation"])
+@router.get("/ready", responses={**OBJECT, 503: OBJECT[200]}, response_class=JsonReply, tags=["operation"])
 async def ready(request: Request) -> JsonReply:
     """200 while new requests are taken: not while loading, restarting or shutting down."""
     host = request.app.state.services.host
     return JsonReply({"status": host.state}, status_code=200 if host.ready else 503)
 
 
-@router.get("/metrics", responses=ERRORS, response_class=Response, tags=["operation"])
+@router.get("/metrics", responses=ERRORS, response_class=PlainTextResponse, tags=["operation"])
 async def metrics(request: Request) -> Response:
     """Prometheus' exposition format."""
     return Response(request.app.state.services.metrics.text(), media_type=TEXT)
 
 
-@router.post("/admin/reload", responses={**GENERATION, **ERRORS}, response_class=JsonReply, tags=["operation"])
+@router.post("/admin/reload", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["operation"])
 async def reload(body: ReloadRequest, request: Request) -> JsonReply:
     """Load a model beside the one in use and put it in its place. Running requests finish where they are."""
     model = await request.app.state.services.host.reload(body.model)
