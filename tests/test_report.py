@@ -258,6 +258,7 @@ def test_the_first_differing_token_is_marked():
     )
     assert marked(one, dict(one)) == ("All 3 tokens are the same.", "", "")
     assert marked(side("a cat", [1, 2], [1, 5]), one)[1:] == (END, " sat")
+    assert marked(side("a\n\nb", [1, 4, 5], [1, 3, 4]), side("a b", [1, 6, 5], [1, 2, 3]))[1:] == ("⏎\n⏎\n", "␣")
     assert marked(side("cat", [2], [3]), side("dog", [3], [3])) == ("The first token differs.", "cat", "dog")
 
 

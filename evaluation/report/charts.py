@@ -93,12 +93,13 @@ def kl_histogram(edges: Sequence[float], counts: Sequence[int], marks: dict[str,
     }
     x = {"field": "from", "type": "quantitative", "scale": scale, "axis": x_axis}
     y_axis = {"title": "share of positions", "format": "~%"}
+    room = {"domain": [0, max(counts, default=1) / total * 1.3 or 1.0], "nice": False}  # for the lines' names
     bars = {
         "mark": {"type": "rect", "color": "var(--c1)", "stroke": "var(--surface)", "strokeWidth": 1},
         "encoding": {
             "x": x,
             "x2": {"field": "to"},
-            "y": {"field": "share", "type": "quantitative", "axis": y_axis},
+            "y": {"field": "share", "type": "quantitative", "axis": y_axis, "scale": room},
             "y2": {"datum": 0},
             "description": TIP,
         },

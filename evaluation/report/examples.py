@@ -69,7 +69,11 @@ def _marked(title: str, sample: dict[str, Any], other: str, place: int | None) -
         return Marked(title, shorten(whole, LIMIT))
     if end <= start:  # the text stops here, or the token writes nothing (an end of text)
         return Marked(title, text[:start] + END + text[start:], start, start + len(END))
-    return Marked(title, shorten(whole, LIMIT), start, min(end, LIMIT))
+    end = min(end, LIMIT)
+    if text[start:end].isspace():  # blanks show little under a mark
+        seen = text[start:end].replace("\n", "⏎\n").replace(" ", "␣")
+        return Marked(title, text[:start] + seen + shorten(whole, LIMIT)[end:], start, start + len(seen))
+    return Marked(title, shorten(whole, LIMIT), start, end)
 
 
 def _word_end(text: str, start: int) -> int:
