@@ -9,26 +9,9 @@ from .schemas import ChatRequest, CompletionRequest, GenerateRequest, NamedToolC
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-SAME_NAME = (
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-)
-SAME_NAME += (
-    "min_p",
-    "repetition_penalty",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "regex",
-)
+STANDARD = ("temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
+BEYOND = ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens")
+SAME_NAME = (*STANDARD, *BEYOND, "regex")
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
