@@ -25,6 +25,9 @@ from llmopt.evaluation.bench.techniques import (
 from llmopt.evaluation.bench.worker import Work
 from llmopt.optimizer.cli.bench_techniques import COLUMNS, cells, show, table_text
 from llmopt.optimizer.errors import RunError
+from llmopt.optimizer.events import silent
+from llmopt.optimizer.sources import resolve
+from llmopt.optimizer.techniques import TechniqueSettings, _artifacts
 from llmopt.runtime.engine.sampling_params import SamplingParams
 from transformers import AutoModelForCausalLM
 
@@ -92,7 +95,9 @@ def test_every_row_gives_the_same_answers_as_recomputing_everything(rows):
 def test_what_rows_hold(rows):
     assert rows["recompute"]["speedup"]["median"] == 1.0 and rows["recompute"]["speedup_against"] is None
     for row in (row for row in rows.values() if not row["absent"]):
-        assert len(row["seconds"]["rounds"]) == 2 and row["metrics"]["completed"] == 4
+        assert (
+            len(row["seconds"]["rounds"]) == len(row["cpu_seconds"]["rounds"]) == 2 and row["metrics"]["completed"] == 4
+        )
         assert row["memory"]["rss_bytes"] > row["weight_bytes"] > 0
         assert row["scored_tokens"] == sum(len(one) - 1 for one in windows(build_tokenizer(), TEXT, 2, 32))
     slow, fast = rows["recompute"]["seconds"]["rounds"], rows["kv-cache"]["seconds"]["rounds"]
@@ -194,3 +199,22 @@ def test_the_picture_drawn(rows):
     svg = speedup_chart(list(rows.values()), "tiny")
     texts = " ".join(element.text or "" for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"))
     assert "KV cache" in texts and "8-bit" not in texts and "tiny" in texts
+
+
+def test_artifacts_are_made_once_without_gates_and_errors_are_kept(tiny_model, tmp_path, monkeypatch):
+    calls = []
+
+    def optimize(model, recipe, *, out, overrides, **more):
+        calls.append((recipe, overrides))
+        if recipe == "int4-flash":
+            raise RunError("does not divide", "int4-flash")
+        out.mkdir()
+        (out / "llmopt.json").write_text("{}")
+
+    monkeypatch.setattr("llmopt.optimizer.api.optimize", optimize)
+    monkeypatch.setenv("LLMOPT_CACHE_DIR", str(tmp_path))
+    source, names = resolve(tiny_model), ["source", "int8", "int4-flash", "int8"]
+    first, again = (_artifacts(source, names, TechniqueSettings(), silent) for _ in range(2))
+    assert first["source"] == source.folder and first["int8"] == again["int8"] and first["int8"].is_dir()
+    assert str(first["int4-flash"]) == "int4-flash: does not divide"
+    assert [recipe for recipe, _ in calls] == ["int8", "int4-flash", "int4-flash"] and "gates={}" in calls[0][1]

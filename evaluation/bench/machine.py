@@ -33,14 +33,17 @@ class Meter:
 
     def read(self) -> dict[str, Any]:
         """`foreign_cpu`: share of the machine's CPU time that other processes had, 0 … 1 (None where it is not told);
+        `cpu_seconds`: what the benchmark's own processes used, which neighbours inflate far less than the wall time;
         `energy`: joules by source, `cpu` and `gpu`, each a number or None beside a `…_note` that says why."""
-        share = foreign_share(self._before, cpu_seconds(self._pids))
+        after = cpu_seconds(self._pids)
+        share = foreign_share(self._before, after)
+        own = None if self._before is None or after is None else round(after[1] - self._before[1], 3)
         energy: dict[str, Any] = {}
         for source in self._energy:
             energy[source.name], note = source.read()
             if note:
                 energy[f"{source.name}_note"] = note
-        return {"foreign_cpu": share, "energy": energy}
+        return {"foreign_cpu": share, "cpu_seconds": own, "energy": energy}
 
 
 def cpu_seconds(pids: Iterable[int]) -> tuple[float, float, float] | None:

@@ -216,6 +216,7 @@ def _row(row: Technique, absent: str, taken: dict[str, list[dict[str, Any]]]) ->
         "scored_tokens": rounds[0]["scored_tokens"],
         "same_answers": same_answers(rounds[0]["result"], taken[BASELINE][0]["result"]),
         "foreign_cpu": max(shares) if shares else None,
+        "cpu_seconds": spread([one["cpu_seconds"] for one in rounds]) if last["cpu_seconds"] is not None else None,
         "energy": last["energy"],
         "notes": last["about"]["notes"],
         "rounds": [{"duration_s": one["result"].duration, "records": _records(one["result"])} for one in rounds],
