@@ -61,7 +61,7 @@ class World:
         request = Request(id=self.count, token_ids=[0] * 100, max_total_tokens=100 + self.new)
         request.table = SimpleNamespace(
             missing=lambda tokens: 0, grow=lambda count: None, trim=lambda tokens: None,
-            pool=SimpleNamespace(block_size=16),
+            pool=SimpleNamespace(block_size=16, tail_blocks=0),
         )  # fmt: skip
         self.count += 1
         return request
