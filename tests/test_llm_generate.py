@@ -244,7 +244,7 @@ def test_the_artifacts_drafts_run_and_change_nothing(folder: Path, tmp_path: Pat
             assert (accepted > 0) == draft
 
 
-@pytest.mark.parametrize("spec", [{"kind": "sliding", "window": 8}, {"dtype": "int8"}])
+@pytest.mark.parametrize("spec", [{"kind": "static"}, {"dtype": "int8"}])
 def test_a_cache_that_does_not_exist_is_an_error(folder: Path, tmp_path: Path, spec: dict):
     out = artifact(folder, tmp_path / "a", {"kv_cache": spec})
     with pytest.raises(RunError, match="asks for a KV cache"):
