@@ -49,8 +49,8 @@ class KVCache(Pass):
         )
         sinks: int = Field(0, ge=0, description="First tokens that a sliding cache always keeps.")
         window: int | None = Field(None, ge=1, description="Last tokens that a sliding cache keeps.")
-        offload_gib: float = Field(
-            4.0, gt=0, description="Host memory that an offloaded cache may take for preempted requests, GiB."
+        offload_gib: float | None = Field(
+            None, gt=0, description="Host memory that an offloaded cache may take for preempted requests, GiB; else 4."
         )
         prefix_caching: bool = Field(
             True, description="Reuse the blocks of a prefix that another request has computed (paged cache)."
@@ -64,7 +64,7 @@ class KVCache(Pass):
                 raise ValueError(f"`window` and `sinks` belong to kind: sliding, not to kind: {self.kind}")
             if self.kind not in BLOCKS and self.block_size is not None:
                 raise ValueError(f"`block_size` belongs to kind: {', '.join(BLOCKS)}, not to kind: {self.kind}")
-            if self.kind != "offloaded" and "offload_gib" in self.model_fields_set:
+            if self.kind != "offloaded" and self.offload_gib is not None:
                 raise ValueError(f"`offload_gib` belongs to kind: offloaded, not to kind: {self.kind}")
             return self
 
@@ -107,11 +107,11 @@ class KVCache(Pass):
         if kind == "sliding":
             kind += f" ({config.sinks} sinks, window {config.window})"
         elif kind == "offloaded":
-            kind += f" ({config.offload_gib:g} GiB)"
+            kind += f" ({self._spec().offload_gib:g} GiB)"
         return f"{kind} KV cache, dtype {config.dtype}"
 
     def _spec(self) -> KVCacheSpec:
-        return KVCacheSpec(**self.config.model_dump())
+        return KVCacheSpec(**self.config.model_dump(exclude_none=True))
 
     def _refusals(self) -> list[str]:
         refusals = []
