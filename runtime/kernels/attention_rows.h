@@ -22,7 +22,7 @@ inline __m512 exp_short(__m512 x, __m512 shift) {
   return _mm512_scalef_ps(_mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f)), n);
 }
 
-inline void prefetch(const uint8_t* p, size_t bytes) {
+inline __attribute__((always_inline)) void prefetch(const uint8_t* p, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
 }
 #else

@@ -50,7 +50,8 @@ inline void code_products(Accumulator<MR>& acc, const uint8_t* a, size_t a_unit,
 #endif
 }
 
-inline void prefetch_blocks(const Piece& piece, int b, size_t key_bytes, size_t value_bytes) {
+// Inlined early: a function that does nothing but prefetch is taken for one without effect, and calls of it are dropped.
+inline __attribute__((always_inline)) void prefetch_blocks(const Piece& piece, int b, size_t key_bytes, size_t value_bytes) {
   if (!piece.cold) return;
   for (int next = b ? b + 2 : 0; next < std::min(b + 3, piece.blocks); ++next) prefetch(piece.key_blocks[next], key_bytes);
   prefetch(piece.value_blocks[b], value_bytes);
