@@ -66,8 +66,8 @@ def run(
         expected.append(reference(q.double(), k.double(), v.double(), length, scale, window, softcap, sinks, kept))
     starts = torch.tensor([0, *(count for count, _ in rows)]).cumsum(0)
     lengths = torch.tensor([length for _, length in rows])
-    out = paged_attention(torch.cat(queries), k_cache, v_cache, starts, lengths, tables, scale=scale, window=window, kept=kept,
-                          softcap=softcap, sinks=sinks, as_torch=as_torch)  # fmt: skip
+    out = paged_attention(torch.cat(queries), k_cache, v_cache, starts, lengths, tables, scale=scale, window=window,
+                          kept=kept, softcap=softcap, sinks=sinks, as_torch=as_torch)  # fmt: skip
     return out.double(), torch.cat(expected)
 
 
