@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from .choices import Piece, TokenTexts, merge, tool_call
+from .choices import Piece, TokenTexts, collect, merge, tool_call
 from .documents import ERRORS, GENERATION
-from .job import Job, deadline_passed, open_job, or_disconnect
+from .job import Job, open_job
 from .params import chat_params, forced_tools
 from .prompts import chat_prompt
 from .replies import JsonReply, respond
@@ -26,15 +26,8 @@ router = APIRouter()
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     services = request.app.state.services
-    job = await or_disconnect(
-        request,
-        open_job(
-            services,
-            request,
-            body.model,
-            body.deadline,
-            lambda model: ([chat_prompt(model, body)], chat_params(body)),
-        ),
+    job = await open_job(
+        request, body.model, body.deadline, lambda model: ([chat_prompt(model, body)], chat_params(body))
     )
     return await respond(request, job, body, ChatAnswer(job, body, services.model_name(body.model)))
 
@@ -55,12 +48,7 @@ class ChatAnswer:
 
     async def whole(self) -> JsonReply:
         """Raises ApiError where the deadline left nothing."""
-        pieces = {index: Piece() for index in range(self._job.num_sequences)}
-        async for batch in self._job.outputs():
-            for index, output in batch:
-                pieces[index].add(output)
-        if not self._job.output_tokens and any(piece.finish_reason == "deadline" for piece in pieces.values()):
-            raise deadline_passed()
+        pieces = await collect(self._job)
         choices = [self._choice(index, piece) for index, piece in pieces.items()]
         return JsonReply({**self._head, "choices": choices, "usage": self._job.usage()})
 

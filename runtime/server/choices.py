@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .job import deadline_passed
+
 if TYPE_CHECKING:
     from ..engine.logprobs import TokenLogprobs
     from ..engine.outputs import RequestOutput
+    from .job import Job
     from .model import ServedModel
 
 
@@ -35,6 +38,17 @@ class Piece:
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+
+async def collect(job: Job) -> dict[int, Piece]:
+    """The whole outputs of a job, by sequence. Raises ApiError where the deadline left nothing."""
+    pieces = {index: Piece() for index in range(job.num_sequences)}
+    async for batch in job.outputs():
+        for index, output in batch:
+            pieces[index].add(output)
+    if not job.output_tokens and any(piece.finish_reason == "deadline" for piece in pieces.values()):
+        raise deadline_passed()
+    return pieces
 
 
 def merge(batch: Iterable[tuple[int, RequestOutput]]) -> dict[int, Piece]:

@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from .choices import Piece, TokenTexts, merge
+from .choices import Piece, TokenTexts, collect, merge
 from .documents import ERRORS, GENERATION
-from .job import Job, deadline_passed, open_job, or_disconnect
+from .job import Job, open_job
 from .params import completion_params
 from .prompts import completion_prompts
 from .replies import JsonReply, respond
@@ -27,15 +27,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue texts or token ids."""
     services = request.app.state.services
     special = body.add_special_tokens is not False
-    job = await or_disconnect(
+    job = await open_job(
         request,
-        open_job(
-            services,
-            request,
-            body.model,
-            body.deadline,
-            lambda model: (completion_prompts(model, body.prompt, special), completion_params(body)),
-        ),
+        body.model,
+        body.deadline,
+        lambda model: (completion_prompts(model, body.prompt, special), completion_params(body)),
     )
     return await respond(request, job, body, CompletionAnswer(job, body, services.model_name(body.model)))
 
@@ -56,12 +52,7 @@ class CompletionAnswer:
 
     async def whole(self) -> JsonReply:
         """Raises ApiError where the deadline left nothing."""
-        pieces = {index: Piece() for index in range(self._job.num_sequences)}
-        async for batch in self._job.outputs():
-            for index, output in batch:
-                pieces[index].add(output)
-        if not self._job.output_tokens and any(piece.finish_reason == "deadline" for piece in pieces.values()):
-            raise deadline_passed()
+        pieces = await collect(self._job)
         choices = [self._choice(index, piece, whole=True) for index, piece in pieces.items()]
         return JsonReply({**self._head, "choices": choices, "usage": self._job.usage()})
 

@@ -141,13 +141,17 @@ class Job:
             self.record["text"] = "".join(self._texts)
 
 
-async def open_job(
-    services: Services, request: Request, name: str | None, deadline: float | None, prepare: Prepare
-) -> Job:
-    """Check, tokenize, wait for a place, submit. Raises ApiError, UsageError; then nothing is left behind.
+async def open_job(request: Request, name: str | None, deadline: float | None, prepare: Prepare) -> Job:
+    """Check, tokenize, wait for a place, submit. Raises ApiError (also where the client goes away meanwhile),
+    UsageError; then nothing is left behind.
 
     name: the model asked for. deadline: seconds from now. prepare: runs in the worker thread.
     """
+    return await or_disconnect(request, _open(request, name, deadline, prepare))
+
+
+async def _open(request: Request, name: str | None, deadline: float | None, prepare: Prepare) -> Job:
+    services: Services = request.app.state.services
     services.check_model(name)
     arrival = time.monotonic()
     seconds = deadline or services.settings.request_seconds

@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from .choices import Piece
+from .choices import collect
 from .documents import ERRORS, OBJECT
-from .job import Job, deadline_passed, open_job, or_disconnect
+from .job import Job, open_job, or_disconnect
 from .model import ServedModel
 from .params import generate_params
 from .prompts import render_messages, text_or_ids
@@ -73,17 +73,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> JsonReply:
 @router.post("/generate", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["tokens"])
 async def generate(body: GenerateRequest, request: Request) -> JsonReply:
     """Continue one prompt, with the library's own parameter names; greedy by default."""
-    services = request.app.state.services
-    job = await or_disconnect(
-        request,
-        open_job(
-            services,
-            request,
-            None,
-            None,
-            lambda model: ([text_or_ids(model, body.prompt)], generate_params(body)),
-        ),
-    )
+    job = await open_job(request, None, None, lambda model: ([text_or_ids(model, body.prompt)], generate_params(body)))
     try:
         return await or_disconnect(request, _collect(job))
     finally:
@@ -91,12 +81,7 @@ async def generate(body: GenerateRequest, request: Request) -> JsonReply:
 
 
 async def _collect(job: Job) -> JsonReply:
-    piece = Piece()
-    async for batch in job.outputs():
-        for _, output in batch:
-            piece.add(output)
-    if piece.finish_reason == "deadline" and not piece.token_ids:
-        raise deadline_passed()
+    piece = (await collect(job))[0]
     return JsonReply(
         {
             "text": piece.text,
