@@ -42,6 +42,32 @@ def window_logits(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[tup
         yield ids, logits
 
 
+def window_room(runner: ModelRunner) -> int:
+    """Tokens of the longest window that a runner without requests of its own can hold."""
+    tail = getattr(runner, "tail_blocks", 0)
+    return min((runner.num_blocks - tail) * runner.block_size, runner.max_model_len)
+
+
+def run_tokens(runner: ModelRunner, number: int, tokens: list[int], start: int, end: int, scored: bool) -> torch.Tensor:
+    """Compute tokens `start … end - 1` of a window whose earlier ones are computed, over the first blocks of the pool.
+
+    number: the window's, as the request's id. Returns their logits, float32 `[end - start, vocab]`, or none of them
+    where not `scored`; the next call may overwrite them.
+    """
+    import torch
+
+    from ..runtime.engine.plan import Row, StepPlan
+
+    size, tail = runner.block_size, getattr(runner, "tail_blocks", 0)
+    border = -(-start // size) * size
+    if tail and start < border < end:  # a row that begins inside a block ends in it
+        own = run_tokens(runner, number, tokens, start, border, scored).clone()
+        return torch.cat([own, run_tokens(runner, number, tokens, border, end, scored)])
+    table = tuple(range(-(-end // size) + tail))
+    row = Row(number, start, tuple(tokens[start:end]), table, end - start if scored else 0)
+    return runner.execute(StepPlan((row,)))
+
+
 def runner_logits(
     runner: ModelRunner, windows: torch.Tensor, first: int = CHUNK, chunk: int = CHUNK
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -53,23 +79,14 @@ def runner_logits(
     """
     import torch
 
-    from ..runtime.engine.plan import Row, StepPlan
-
     check_vocabulary(windows, runner.vocab_size)
-    length, size, tail = windows.shape[1], runner.block_size, getattr(runner, "tail_blocks", 0)
-    blocks = -(-length // size) + tail
-    if blocks > runner.num_blocks or length > runner.max_model_len:
-        limit = min((runner.num_blocks - tail) * size, runner.max_model_len)
-        raise RunError(f"a window of {length} tokens does not fit the engine's {limit}", "evaluate.window_length")
-    cuts = {0, *range(first, length, chunk), length}
-    if tail:  # a row that begins inside a block ends in it
-        cuts |= {end for start in cuts if (end := -(-start // size) * size) < length}
+    length, room = windows.shape[1], window_room(runner)
+    if length > room:
+        raise RunError(f"a window of {length} tokens does not fit the engine's {room}", "evaluate.window_length")
+    cuts = [0, *range(first, length, chunk), length]
     for index, ids in enumerate(windows):
-        tokens, parts = ids.tolist(), []
-        for start, end in pairwise(sorted(cuts)):
-            table = tuple(range(-(-end // size) + tail))
-            row = Row(index, start, tuple(tokens[start:end]), table, end - start)
-            parts.append(runner.execute(StepPlan((row,))).clone())
+        tokens = ids.tolist()
+        parts = [run_tokens(runner, index, tokens, start, end, True).clone() for start, end in pairwise(cuts)]
         logits = torch.cat(parts)[:-1]
         if not bool(torch.isfinite(logits[-1]).all()):
             raise RunError(f"the model's logits are not numbers (window {index})", type(runner).__name__)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import RunError
 from ..runtime.cached_forward import vocabulary_size
+from .logits import run_tokens, window_room
 from .texts import check_vocabulary
 from .windows import Window
 
@@ -51,32 +52,16 @@ def runner_slices(runner: ModelRunner, windows: Sequence[Window], rows: int) -> 
     tensor may be overwritten by the next slice. Raises RunError where a window does not fit the pool or a logit is not
     a number.
     """
-    import torch
-
-    from ..runtime.engine.plan import Row, StepPlan
-
     _check_ids(windows, runner.vocab_size)
-    longest = max(len(window.ids) for window in windows)
-    size, tail = runner.block_size, getattr(runner, "tail_blocks", 0)
-    room = min((runner.num_blocks - tail) * size, runner.max_model_len)
+    longest, room = max(len(window.ids) for window in windows), window_room(runner)
     if longest > room:
         raise RunError(f"a window of {longest} tokens does not fit the engine's {room}", "window length")
-
-    def step(number: int, tokens: list[int], start: int, end: int, scored: bool) -> torch.Tensor:
-        border = -(-start // size) * size
-        if tail and start < border < end:  # a row that begins inside a block ends in it
-            own = step(number, tokens, start, border, scored).clone()
-            return torch.cat([own, step(number, tokens, border, end, scored)])
-        table = tuple(range(-(-end // size) + tail))
-        row = Row(number, start, tuple(tokens[start:end]), table, end - start if scored else 0)
-        return runner.execute(StepPlan((row,)))
-
     for number, window in enumerate(windows):
         tokens = window.ids.tolist()
         for start in range(0, window.first - 1, CONTEXT):
-            step(number, tokens, start, min(start + CONTEXT, window.first - 1), False)
+            run_tokens(runner, number, tokens, start, min(start + CONTEXT, window.first - 1), False)
         for _, start, end in places([window], rows):
-            logits = step(number, tokens, start - 1, end - 1, True)
+            logits = run_tokens(runner, number, tokens, start - 1, end - 1, True)
             yield _checked(logits, type(runner).__name__, number)
 
 
