@@ -71,14 +71,18 @@ def prove(
 def examine(folder: Path, reference: Path | None, settings: ProofSettings) -> dict[str, Any]:
     """What the fresh process does; see `prove`. Raises LlmoptError where the artifact does not hold."""
     from ..runtime import kv_settings
+    from ..runtime.foreign import find_format
     from ..runtime.linear_settings import applied, require_applied
     from ..runtime.llm import LLM
     from ..runtime.open import open_model
     from .cached import measure_cached
     from .memory import peak_rss
+    from .proof_foreign import examine_foreign
     from .proof_streamed import examine_streamed, too_large
     from .speed import measure_speed
 
+    if find_format(folder) is not None:
+        return examine_foreign(folder, reference, settings)
     if too_large(folder, settings.max_memory):
         return examine_streamed(folder, reference, settings)
     start = time.perf_counter()

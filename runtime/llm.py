@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .engine.loop import EngineLoop
     from .engine.protocols import ModelRunner
     from .engine.sampling_params import SamplingParams
+    from .foreign import ForeignModel
     from .open import OpenedModel
 
 EngineName = Literal["auto", "static", "native"]
@@ -63,10 +64,14 @@ def load(
     from .garbage import collection_paused
 
     with collection_paused():
+        from .foreign import find_format, open_foreign
         from .open import check_folder, open_model
         from .recorded_model import RECORD_FAULTS, open_recorded
 
         checked, fault = check_folder(path, verify), None
+        if (foreign := find_format(checked.path)) is not None:
+            options = {**engine_options, "attention": attention, "draft": draft}
+            return LLM(*open_foreign(foreign, checked, device, dtype, engine, options))
         if engine in ("auto", "native") and attention is None and not trust_remote_code:
             try:
                 recorded = open_recorded(checked, device, dtype, engine_options)
@@ -84,7 +89,7 @@ def load(
 class LLM:
     """Generates text from one model. Make one with `llmopt.load` or `LLM.from_opened`; close it, or use `with`."""
 
-    def __init__(self, opened: OpenedModel, backend: Backend) -> None:
+    def __init__(self, opened: OpenedModel | ForeignModel, backend: Backend) -> None:
         self._opened, self._backend = opened, backend
         self._closed = False
 
@@ -113,7 +118,7 @@ class LLM:
 
     @property
     def backend(self) -> str:
-        """What runs the model: "static" or "native"."""
+        """What runs the model: "static" or "native"; "onnxruntime" … for an artifact in another format."""
         return self._backend.name
 
     @property

@@ -76,12 +76,7 @@ class OpenedModel:
     @property
     def eos_token_ids(self) -> list[int]:
         """Tokens that end a text: the generation config's, else the model config's, else the tokenizer's."""
-        config = self.module.config
-        for source in (self.generation_config, config, config.get_text_config(), self.tokenizer):
-            value = getattr(source, "eos_token_id", None)
-            if value is not None:
-                return [value] if isinstance(value, int) else list(value)
-        return []
+        return token_ids_of_end(self.generation_config, self.module.config, self.tokenizer)
 
     def weight_bytes(self) -> int:
         """Bytes that the module's weights hold in memory, see `memory.weight_bytes`."""
@@ -89,6 +84,15 @@ class OpenedModel:
 
     def note(self, message: str, kind: str = "note") -> None:
         self.notes.append({"stage": "load", "kind": kind, "message": message})
+
+
+def token_ids_of_end(generation: GenerationConfig, config: PreTrainedConfig, tokenizer: Any) -> list[int]:
+    """Tokens that end a text: the generation config's, else the model config's, else the tokenizer's."""
+    for source in (generation, config, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []
 
 
 def open_model(

@@ -12,7 +12,7 @@ import click
 
 from ... import __version__
 from ..errors import LlmoptError
-from . import bench, catalog, compare, diff, doctor, eval, generate, inspect, optimize, report, serve
+from . import bench, catalog, compare, diff, doctor, eval, export, generate, inspect, optimize, report, serve
 
 
 class Group(click.Group):
@@ -35,6 +35,7 @@ for command in (
     inspect.verify,
     report.report,
     compare.compare,
+    export.export,
     generate.generate,
     serve.serve,
     eval.evaluate,

@@ -13,6 +13,7 @@ TITLES = {
     "load": "loading the source",
     "reference": "measuring the source",
     "huggingface": "writing the artifact",
+    "onnx": "writing the graph and proving it in a fresh process",
     "prove": "reopening it in a fresh process and measuring it",
     "report": "drawing the report",
     "attribution": "finding the layers that hurt",
