@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from ..optimizer.runtime_spec import RuntimeSpec
 
-FORMATS: dict[str, tuple[str, str]] = {}
+FORMATS: dict[str, tuple[str, str]] = {
+    "onnx": ("model.onnx", ".ort.open"),
+}
 """Format → (pattern of the file that its folders have, module that opens it)."""
 
 

@@ -87,8 +87,12 @@ class StaticBatch:
             for number, (prompt, each) in enumerate(zip(prompts, params, strict=True))
             for index in range(each.n)
         ]
-        for group in groups_of_equal_length(runs, self.max_batch):
+        for group in self._groups(runs):
             yield from self._run_group(group)
+
+    def _groups(self, runs: Sequence[_Sequence]) -> list[list[_Sequence]]:
+        """The sequences that run together."""
+        return groups_of_equal_length(runs, self.max_batch)
 
     def _request(self, number: int, prompt: Sequence[int], params: SamplingParams, index: int) -> Request:
         if params.constrained:
@@ -160,9 +164,10 @@ class StaticBatch:
 
     def _prefill(self, group: list[_Sequence], cache: Any) -> Generator[Chunk, None, torch.Tensor]:
         """Run the prompts; returns the last position's logits `[rows, 1, vocab]` of those that go on."""
-        prompts = [one.request.token_ids for one in group]
+        import torch
+
         wants = [one.request.params.prompt_logprobs is not None for one in group]
-        logits = self._forward(self._tensor(prompts), cache, len(prompts[0]) if any(wants) else 1, prompts)
+        logits = self._prompt_logits(group, cache, wants)
         for row, one in enumerate(group):
             if wants[row]:
                 yield Chunk(one.number, index=one.request.index, prompt_logprobs=_prompt_logprobs(logits[row], one))
@@ -173,7 +178,12 @@ class StaticBatch:
         if 0 < len(running) < len(group):
             self._forward.select(cache, running)
         group[:] = [group[row] for row in running]
-        return logits[running, -1:]
+        return torch.stack([logits[row][-1:] for row in running or [0]])
+
+    def _prompt_logits(self, group: Sequence[_Sequence], cache: Any, wants: Sequence[bool]) -> Any:
+        """By number, logits `[positions, vocab]` of each prompt: of all positions where wanted, else of the last."""
+        prompts = [one.request.token_ids for one in group]
+        return self._forward(self._tensor(prompts), cache, len(prompts[0]) if any(wants) else 1, prompts)
 
     def _tensor(self, ids: Sequence[Sequence[int]]) -> torch.Tensor:
         import torch

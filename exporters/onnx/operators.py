@@ -1,0 +1,77 @@
+"""Operators that several parts of a decoder are made of: norms, activations, soft-capping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .graph import MICROSOFT, Graph, Name, onnx_library
+from .linear import Linears
+from .settings import Choices
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Operators:
+    """Writes them into a graph, in the dtype that the choices compute in."""
+
+    def __init__(self, graph: Graph, choices: Choices, linears: Linears, epsilon: float) -> None:
+        self.graph, self.choices, self.linears, self.epsilon = graph, choices, linears, epsilon
+        self.half = choices.dtype == "float16"
+
+    def rms_norm(self, x: Name, weight: torch.Tensor, where: str) -> Name:
+        """`x / rms(x) * weight` over the last axis, in float32 (the pattern that onnxruntime fuses)."""
+        graph, types = self.graph, onnx_library().TensorProto
+
+        def node(op: str, *inputs: Name, **attributes: Any) -> Name:
+            return graph.node(op, list(inputs), where=where, **attributes)
+
+        wide = node("Cast", x, to=types.FLOAT) if self.half else x
+        mean = node("ReduceMean", node("Pow", wide, graph.floats(2.0)), graph.ints(-1), keepdims=1)
+        root = node("Sqrt", node("Add", mean, graph.floats(self.epsilon)))
+        normed = node("Div", wide, root)
+        normed = node("Cast", normed, to=types.FLOAT16) if self.half else normed
+        return node("Mul", normed, self.linears.plain(f"{where}.weight", weight))
+
+    def add_norm(self, x: Name, delta: Name | None, weight: torch.Tensor | None, where: str) -> tuple[Name, Name]:
+        """`x + delta` (delta None: x) normed (weight None: not), and the sum itself."""
+        graph = self.graph
+        if delta is not None and weight is not None and self.choices.flavor == "genai":
+            stored = self.linears.plain(f"{where}.weight", weight)
+            normed, total = graph.unique(f"{where}/output"), graph.unique(f"{where}/sum")
+            graph.node(
+                "SkipSimplifiedLayerNormalization", [x, delta, stored], [normed, "", "", total],
+                domain=MICROSOFT, where=where, epsilon=self.epsilon,
+            )  # fmt: skip
+            return normed, total
+        total = x if delta is None else graph.node("Add", [x, delta], where=where)
+        return (total if weight is None else self.rms_norm(total, weight, where)), total
+
+    def layer_norm(self, x: Name, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, where: str) -> Name:
+        """The usual layer norm over the last axis."""
+        stored = [self.linears.plain(f"{where}.weight", weight), self.linears.plain(f"{where}.bias", bias)]
+        return self.graph.node("LayerNormalization", [x, *stored], axis=-1, epsilon=epsilon, where=where)
+
+    def activation(self, kind: str, x: Name, where: str) -> Name:
+        """kind: a key of `recognize.ACTIVATIONS`."""
+        if kind == "silu":
+            return self.graph.node("Mul", [x, self.graph.node("Sigmoid", [x], where=where)], where=where)
+        if kind == "relu":
+            return self.graph.node("Relu", [x], where=where)
+        return self.graph.node("Gelu", [x], approximate="tanh" if kind == "gelu_tanh" else "none", where=where)
+
+    def scale(self, x: Name, factor: float, where: str) -> Name:
+        if factor == 1.0:
+            return x
+        return self.graph.node("Mul", [x, self.number(factor)], where=where)
+
+    def soft_cap(self, x: Name, cap: float, where: str) -> Name:
+        """`cap * tanh(x / cap)`; 0: no cap."""
+        if not cap:
+            return x
+        inner = self.graph.node("Div", [x, self.number(cap)], where=where)
+        return self.scale(self.graph.node("Tanh", [inner], where=where), cap, where)
+
+    def number(self, value: float) -> Name:
+        """A scalar of the dtype that is computed."""
+        return self.graph.floats(value, self.linears.numpy_dtype)

@@ -1,0 +1,98 @@
+"""Makes a finished model what the graph is written from: float32, with only layers that the graph has operators for.
+
+The same module, called by torch, is then the reference that the graph is proved against.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from ...optimizer.base import Context
+from ...optimizer.errors import UsageError
+from ...runtime.kernels.packed import PackedLinear, QuantScheme
+from ...runtime.kernels.scaled import Int8Linear
+from .settings import Choices
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from ...optimizer.runtime_spec import RuntimeSpec
+
+HEADS = {"int8": QuantScheme(8, -1), "int4": QuantScheme(4, 32)}
+"""Rounded heads; the grids are the RuntimeSpec's (`LinearSpec.lm_head`)."""
+
+
+def prepare(model: nn.Module, choices: Choices, context: Context) -> None:
+    """Change `model` in place. What is lost by it is noted as a fallback. Raises UsageError as `round_head`.
+
+    float32 holds every value of float16 and bfloat16. Packed layers keep their codes; their weights are then
+    `(code - zero) * scale` in float32, as MatMulNBits computes them, without torch's rounding to the scales' dtype.
+    """
+    unpack_others(model, context)
+    model.float()
+    cast("PreTrainedModel", model).set_attn_implementation("eager")
+    if choices.lm_head != "stored":
+        round_head(model, choices)
+
+
+def unpack_others(model: nn.Module, context: Context) -> None:
+    """Replace quantized layers that are neither packed integers nor W8A8 int8 by plain ones with their values."""
+    import torch
+    from torch import nn
+
+    from ...runtime.kernels.formats import QUANTIZED
+
+    formats: dict[str, int] = {}
+    for name, module in list(model.named_modules()):
+        layer: Any = module
+        if not isinstance(module, QUANTIZED) or isinstance(module, (PackedLinear, Int8Linear)):
+            continue
+        plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        plain.weight = nn.Parameter(layer.dequantize().detach().float(), requires_grad=False)
+        if layer.bias is not None:
+            plain.bias = nn.Parameter(layer.bias.detach().to(torch.float32), requires_grad=False)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, plain)
+        formats[layer.scheme.format] = formats.get(layer.scheme.format, 0) + 1
+    for format_, count in formats.items():
+        context.note(
+            "fallback",
+            f"{count} layers of the format {format_} are written as plain weights with the same values, inputs as they "
+            "are: ONNX has no operator for it",
+        )
+
+
+def round_head(model: nn.Module, choices: Choices) -> None:
+    """Round the head to the grid that the choices name. Raises UsageError where it is quantized, or does not fit."""
+    from torch import nn
+
+    from ...passes.quantize.grid import quantize_groups, search_grid, to_groups
+
+    whole: Any = model
+    head, embedding, scheme = whole.get_output_embeddings(), whole.get_input_embeddings(), HEADS[choices.lm_head]
+    if not isinstance(head, nn.Linear):
+        raise UsageError("the head is quantized already", "onnx.lm_head", "Set `lm_head: stored`")
+    try:
+        groups = to_groups(head.weight.detach(), scheme.num_groups(head.in_features))
+    except ValueError as error:
+        raise UsageError(f"the head cannot be rounded: {error}", "onnx.lm_head", "Set `lm_head: stored`") from None
+    scales, _ = search_grid(groups, scheme.bits, True, head.weight.dtype)
+    codes = quantize_groups(groups, scales, None, scheme.bits).view_as(head.weight)
+    packed = PackedLinear.from_linear(head, codes, scales, None, scheme)
+    whole.set_output_embeddings(packed)
+    if choices.share_head:
+        embedding.weight = nn.Parameter(packed.dequantize(), requires_grad=False)
+
+
+def note_runtime(spec: RuntimeSpec, context: Context) -> None:
+    """Note what of the RuntimeSpec has no place in a graph."""
+    lost = []
+    if spec.kv_cache.dtype != "auto" or spec.kv_cache.kind in ("sliding", "offloaded"):
+        lost.append(f"the KV cache of kind {spec.kv_cache.kind} and dtype {spec.kv_cache.dtype}")
+    if spec.draft.kind != "none":
+        lost.append(f"drafts by {spec.draft.kind}")
+    if spec.extra:
+        lost.append(f"settings of {', '.join(sorted(spec.extra))}")
+    if lost:
+        context.note("fallback", f"the RuntimeSpec's {' and '.join(lost)} stay behind: a graph does not hold them")
