@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def examine_foreign(folder: Path, reference: Path | None, settings: ProofSettings) -> dict[str, Any]:
     """What `proof.examine` returns, without divergence. Raises RunError where logits are asked for."""
+    from ..runtime.foreign import why_not_runnable
     from ..runtime.llm import load
     from .memory import peak_rss
     from .proof import environment, speak
@@ -26,6 +27,9 @@ def examine_foreign(folder: Path, reference: Path | None, settings: ProofSetting
         raise RunError(
             "an artifact in this format gives no logits of whole texts", str(folder), "Use `llmopt export` for it"
         )
+    reason = why_not_runnable(folder)
+    if reason:
+        return _unanswered(folder, reason)
     start = time.perf_counter()
     with load(folder, device=settings.device, dtype=settings.dtype) as llm:
         load_seconds = time.perf_counter() - start
@@ -49,3 +53,25 @@ def examine_foreign(folder: Path, reference: Path | None, settings: ProofSetting
         "load_seconds": round(load_seconds, 3),
         "certificate": certificate,
     }
+
+
+def _unanswered(folder: Path, reason: str) -> dict[str, Any]:
+    """What is returned of an artifact that nothing here runs: its files are sound, and it is said why it gave no
+    answer. Raises RunError where a file is not sound."""
+    from ..runtime.open import check_folder
+    from .memory import peak_rss
+    from .proof import environment
+
+    checked = check_folder(folder)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".gguf", ".onnx", ".data"))
+    note = {"stage": "prove", "kind": "fallback", "message": f"the artifact was not run: {reason}"}
+    certificate = {
+        "files_verified": len(checked.hashes),
+        "backend": None,
+        "notes": [note],
+        "environment": environment(),
+        "samples": [],
+    }
+    nothing = dict.fromkeys(("perplexity", "divergence", "histogram", "cached", "speed"))
+    memory = {"weight_bytes": size, "peak_rss": peak_rss()}
+    return {**nothing, "memory": memory, "load_seconds": 0.0, "certificate": certificate}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..optimizer.errors import UsageError
+from .artifact import read_manifest
 from .chat import context_length
 from .completion import Backend
 from .open import CheckedFolder, open_config, quiet_transformers, token_ids_of_end
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 FORMATS: dict[str, tuple[str, str]] = {
     "onnx": ("model.onnx", ".ort.open"),
+    "gguf": ("*.gguf", ".llamacpp.open"),
 }
 """Format → (pattern of the file that its folders have, module that opens it)."""
+ENGINES = {"onnx": ("onnxruntime",), "gguf": ("llamacpp",)}
+"""Format → names by which `load` may be asked for its engine, besides the format's own."""
 
 
 def find_format(folder: Path) -> str | None:
@@ -35,6 +39,25 @@ def find_format(folder: Path) -> str | None:
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return None
     return next((name for name, (pattern, _) in FORMATS.items() if any(folder.glob(pattern))), None)
+
+
+def why_not_runnable(folder: Path) -> str:
+    """Why nothing on this machine runs a folder of a foreign format, "" where something does: only llama.cpp is a
+    program that may be absent where its format is written."""
+    if find_format(folder) != "gguf":
+        return ""
+    from .llamacpp.find import find_server
+
+    return "" if find_server() is not None else "there is no llama-server here"
+
+
+def written_folder(path: str | Path) -> Path | None:
+    """The folder of a GGUF file, where llmopt wrote both; None for any other path."""
+    file = Path(path)
+    if file.suffix != ".gguf" or not file.is_file():
+        return None
+    manifest = read_manifest(file.parent)
+    return file.parent if manifest is not None and manifest.get("exporter", {}).get("name") == "gguf" else None
 
 
 @dataclass
@@ -102,7 +125,7 @@ def open_foreign(
     options: of the backend; `attention` and `draft` (None, True and False: nothing asked) are refused.
     """
     options = dict(options)
-    if engine not in ("auto", format_):
+    if engine not in ("auto", format_, *ENGINES[format_]):
         raise UsageError(f"a model in the format {format_} does not run on engine {engine!r}", str(checked.path))
     for name in ("attention", "draft"):
         if options.pop(name, None) not in (None, True, False):

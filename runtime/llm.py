@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .foreign import ForeignModel
     from .open import OpenedModel
 
-EngineName = Literal["auto", "static", "native"]
+EngineName = Literal["auto", "static", "native", "onnxruntime", "llamacpp"]
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def load(
     from .garbage import collection_paused
 
     with collection_paused():
-        from .foreign import find_format, open_foreign
+        from .foreign import find_format, open_foreign, written_folder
         from .open import check_folder, open_model
         from .recorded_model import RECORD_FAULTS, open_recorded
 
-        checked, fault = check_folder(path, verify), None
+        checked, fault = check_folder(written_folder(path) or path, verify), None
         if (foreign := find_format(checked.path)) is not None:
             options = {**engine_options, "attention": attention, "draft": draft}
             return LLM(*open_foreign(foreign, checked, device, dtype, engine, options))
