@@ -61,11 +61,26 @@ def read_model(folder: Path) -> Any:
     except ImportError:
         pass  # releases before GgufConfig always dequantize
     with quiet_transformers():
-        config = AutoConfig.from_pretrained(folder)
+        config = as_llama(AutoConfig.from_pretrained(folder))
         module = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=FILE, config=config, dtype=torch.float32, **options
         )
     return module.eval()
+
+
+def as_llama(config: Any) -> Any:
+    """Mistral's config as a llama's, which it is to llama.cpp and to transformers' reading of GGUF; others as they are.
+
+    Their modules and parameters have the same names, and without a sliding window they compute the same.
+    """
+    if config.model_type != "mistral":
+        return config
+    from transformers import LlamaConfig
+
+    values = config.to_dict()
+    for key in ("model_type", "architectures", "sliding_window", "transformers_version"):
+        values.pop(key, None)
+    return LlamaConfig(**values)
 
 
 def check_tensors(module: Any, reference: Path, rules: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ...runtime.llamacpp.open import placement
 from ...runtime.llamacpp.server import LlamaServer
 from ...runtime.tokenizer_files import open_tokenizer
 from .exporter import FILE
+from .metadata import original_length, rope_parameters
 
 PROMPTS = ("The capital of France is", "Water boils when", "Once upon a time")
 NEW_TOKENS = 32
@@ -33,7 +34,7 @@ WARNINGS = ("missing pre-tokenizer", "GENERATION QUALITY WILL BE DEGRADED", "mis
 def check_llama(module: Any, folder: Path, program: Path, rules: dict[str, Any]) -> dict[str, Any]:
     """Figures. Raises RunError where llama.cpp answers otherwise than the torch model."""
     tokenizer = open_tokenizer(folder)
-    limit = min(1024, int(module.config.max_position_embeddings))
+    limit = min(1024, short_context(module.config))
     exact = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     arguments = ["-c", str(limit), "-np", "1", "--no-webui", *placement("cpu", {}), *exact]
     server = LlamaServer(program, folder / FILE, arguments)
@@ -48,6 +49,17 @@ def check_llama(module: Any, folder: Path, program: Path, rules: dict[str, Any])
         if warning.lower() in log.lower():
             raise RunError(f"llama.cpp warns of it: {warning}", str(folder / FILE))
     return {"llama_cpp": "done", "texts_of_equal_tokens": texts, **figures}
+
+
+def short_context(config: Any) -> int:
+    """Tokens of context in which llama.cpp takes LongRoPE's short factors, as transformers does for short texts.
+
+    llama.cpp chooses by the context that is reserved, transformers by the text's length.
+    """
+    rope = rope_parameters(config)
+    if rope.get("rope_type") == "longrope":
+        return original_length(config, rope)
+    return int(config.max_position_embeddings)
 
 
 def tolerance(rules: dict[str, Any]) -> float:

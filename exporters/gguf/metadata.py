@@ -60,7 +60,7 @@ def add_architecture(writer: GGUFWriter, family: Family, config: Any, context: C
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head_dim(config))
     writer.add_value_length(head_dim(config))
-    _add_rope(writer, family, config)
+    _add_rope(writer, family, config, context)
     _add_window(writer, family, config, context)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         value = getattr(config, key, None)
@@ -99,7 +99,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return dict(found.get("full_attention", found))
 
 
-def _add_rope(writer: GGUFWriter, family: Family, config: Any) -> None:
+def _add_rope(writer: GGUFWriter, family: Family, config: Any, context: Context) -> None:
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
     writer.add_rope_dimension_count(int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
@@ -117,6 +117,11 @@ def _add_rope(writer: GGUFWriter, family: Family, config: Any) -> None:
     elif kind == "yarn":
         _add_yarn(writer, rope)
     elif kind == "longrope":
+        context.note(
+            "note",
+            "llama.cpp takes LongRoPE's long factors where the reserved context is longer than the original one, this "
+            "model where the text is",
+        )
         writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(original_length(config, rope))
         writer.add_rope_scaling_attn_factors(longrope_factor(config, rope))

@@ -120,6 +120,8 @@ class LlamaCppBackend:
             while not one.finished and not cancelled.is_set():
                 chunks.put(one.advance(self._step(one.request, slot, size)))
                 size = min(2 * size, LONGEST)
+                if one.request.params.constrained and not one.finished:
+                    chunks.put(one.end("stop"))  # by an end-of-text token that only llama.cpp takes for one
         except Exception as error:  # goes to the caller with the sequence that it concerns
             chunks.put(one.end("error", error=error))
 
@@ -131,6 +133,8 @@ class LlamaCppBackend:
             count = min(count, params.min_tokens - request.num_output_tokens)
         if params.logprobs is not None:
             count = 1
+        if params.constrained:  # the grammar begins anew with every request
+            count = request.max_total_tokens - request.num_tokens
         asked = body(request, slot, count, request.stop_ids | self._eos)
         if params.logprobs is not None:
             asked["n_probs"] = max(params.logprobs, RANKED)

@@ -16,7 +16,7 @@ PATIENCE = 5.0
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # an interrupt goes to the whole group; the pipe decides
+        signal.signal(number, lambda *_: None)  # an interrupt goes to the whole group; here the pipe decides
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
 
     def wait_for_end() -> None:

@@ -26,6 +26,12 @@ def check(params: SamplingParams) -> None:
                 f"sampling parameter {name}",
                 "Leave it out, or load the artifact that this GGUF file was made from",
             )
+    if params.constrained and (params.logprobs is not None or params.min_tokens):
+        raise UsageError(
+            "llama.cpp's structured output goes with neither logprobs nor min_tokens here",
+            "sampling parameter json_schema",
+            "Leave one of them out",
+        )
 
 
 def body(request: Request, slot: int, count: int, ends: frozenset[int]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class LlamaServer:
             status, answer = self._request("GET" if body is None else "POST", path, body)
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
-            code = self._process.poll()
+            code = self._exit_code()
             if code is None:
                 raise RunError(f"llama-server does not answer ({error})", str(self.model)) from error
             raise RunError(
@@ -116,6 +116,13 @@ class LlamaServer:
         if connection is not None:
             connection.close()
             self._local.connection = None
+
+    def _exit_code(self) -> int | None:
+        """Of the process, which may be just about to end; None where it runs on."""
+        try:
+            return self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def log(self) -> str:
         """What the server has printed."""
