@@ -54,7 +54,10 @@ class Attention(Protocol):
     """Writes the attention of one layer; made once for a graph."""
 
     def __call__(self, layer: AttentionLayer, q: Name, k: Name, v: Name, where: str) -> Name:
-        """`[batch, length, heads * head_dim]` from queries, keys and values of that form."""
+        """`[batch, length, heads * head_dim]` from queries, keys and values of that form.
+
+        GroupQueryAttention also takes all three behind one another in `q`; `k` and `v` are then empty names.
+        """
         ...
 
 

@@ -73,7 +73,9 @@ class DecoderWriter:
         """The residual stream before this layer's last addition, and what is to be added."""
         operators, where = self.operators, f"layers.{index}"
         normed, hidden = operators.add_norm(hidden, delta, layer.input_norm, f"{where}/input_norm")
-        q, k, v = self.linears([layer.q, layer.k, layer.v], normed, f"{where}/attention")
+        together = self.choices.flavor == "genai" and layer.q_norm is None
+        q, *rest = self.linears([layer.q, layer.k, layer.v], normed, f"{where}/attention", whole=together)
+        k, v = rest or ("", "")
         q = self._head_norm(q, layer.q_norm, f"{where}/q_norm")
         k = self._head_norm(k, layer.k_norm, f"{where}/k_norm")
         own = AttentionLayer(index, layer.attention_scale, layer.window, layer.rope, layer.attention_cap, layer.sinks)

@@ -47,7 +47,7 @@ class OnnxExporter(Exporter):
         """Write and prove the folder; `model` is changed on the way. Raises UsageError for a model that no graph can
         be written for, RunError where the graph does not compute what the model does."""
         from .gate import prove_graph
-        from .prepare import note_runtime, prepare
+        from .prepare import note_runtime, prepare, unpack
         from .written import write_model
 
         module = cast("PreTrainedModel", model.module)
@@ -61,6 +61,9 @@ class OnnxExporter(Exporter):
                 f"{len(written.dequantized)} packed layers are written as plain weights with the same values, first "
                 f"{written.dequantized[0]}: their groups are no blocks of MatMulNBits",
             )
+        unpack(module)
+        if written.counts.get("MatMulNBits") and not choices.accuracy_level:
+            context.note("note", "packed weights are multiplied in float32; activations=int8 is faster, and less exact")
         _write_companions(model, directory, written, choices)
         parity = prove_graph(module, model.tokenizer, directory, choices, written, self.config.gate_tokens, context)
         return {

@@ -36,8 +36,10 @@ PLAIN_LENGTH, LONGEST = 96, 1200
 POSITIONS = 48
 """Positions of a prompt whose logits are compared."""
 TOLERANCE = 1e-4
-"""Largest and mean difference of logits in float32, for logits up to 1; it grows with the largest logit, as the
-rounding of float32 does."""
+"""Largest difference of logits in float32, for logits up to 10; beyond, it grows with the largest logit, as float32's
+rounding does."""
+MEAN_SHARE = 0.1
+"""Largest mean difference, as a share of the largest one."""
 MAX_KL = {"int8": 0.02, "float16": 0.005}
 """Mean KL in nats a token, where products take inputs rounded to int8, or everything is float16."""
 
@@ -113,7 +115,7 @@ def run_check(folder: Path, reference: Path, choices: Choices, scale: float) -> 
     """What the fresh process found. Raises RunError with its last line."""
     out = reference.with_suffix(".json")
     command = [sys.executable, "-m", f"{__package__}.check", str(folder.resolve()), str(reference), str(out)]
-    command += ["--tolerance", repr(TOLERANCE * max(1.0, scale))]
+    command += ["--tolerance", repr(tolerance(scale))]
     if choices.accuracy_level:
         command.append("--twin")
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
@@ -125,9 +127,14 @@ def run_check(folder: Path, reference: Path, choices: Choices, scale: float) -> 
     return json.loads(out.read_text(encoding="utf-8"))
 
 
+def tolerance(scale: float) -> float:
+    """Largest difference of logits up to `scale`."""
+    return TOLERANCE * max(1.0, scale / 10)
+
+
 def judge(figures: dict[str, Any], choices: Choices, written: Written, scale: float, where: str) -> None:
     """Raise RunError where the figures are not the model's."""
-    limit = TOLERANCE * max(1.0, scale)
+    limit = tolerance(scale)
     rounded = "int8" in written.counts
     failures = []
     if not rounded and choices.dtype != "float16":
@@ -136,8 +143,8 @@ def judge(figures: dict[str, Any], choices: Choices, written: Written, scale: fl
             if not figures[prefix + name] <= limit:
                 failures.append(f"{prefix}{name} is {figures[prefix + name]:.3g}, above {limit:.3g}")
         for name in ("prefill_mean_difference", "decode_mean_difference"):
-            if not figures[prefix + name] <= limit / 10:
-                failures.append(f"{prefix}{name} is {figures[prefix + name]:.3g}, above {limit / 10:.3g}")
+            if not figures[prefix + name] <= limit * MEAN_SHARE:
+                failures.append(f"{prefix}{name} is {figures[prefix + name]:.3g}, above {limit * MEAN_SHARE:.3g}")
         if figures[f"{prefix}greedy_differing"]:
             failures.append(f"{figures[f'{prefix}greedy_differing']} greedy tokens differ")
     if not choices.exact or rounded:

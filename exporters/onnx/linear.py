@@ -61,18 +61,29 @@ class Linears:
         """Of what is computed."""
         return "float16" if self.choices.dtype == "float16" else "float32"
 
-    def __call__(self, parts: Sequence[LinearPart], x: Name, where: str) -> list[Name]:
-        """The outputs of linear layers that get the input `x` `[batch, length, K]`, in order."""
+    def __call__(self, parts: Sequence[LinearPart], x: Name, where: str, whole: bool = False) -> list[Name]:
+        """The outputs of linear layers that get the input `x` `[batch, length, K]`, in order.
+
+        whole: one output with the columns of all of them, where one product computes them.
+        """
         weights = [self._weight(part) for part in parts]
         biases = [_bias(part) for part in parts]
+        if whole and all(_fit(weights[0], weight) for weight in weights):
+            return [self._product(parts, weights, biases, x, where)]
         outputs: list[Name] = []
         start = 0
         while start < len(parts):
             end = start + 1
             while end < len(parts) and _fit(weights[start], weights[end]):
                 end += 1
-            outputs += self._product(parts[start:end], weights[start:end], biases[start:end], x, where)
+            chosen = slice(start, end)
+            out = self._product(parts[chosen], weights[chosen], biases[chosen], x, where)
+            sizes = [weight.rows for weight in weights[chosen]]
             start = end
+            if len(sizes) == 1:
+                outputs.append(out)
+            else:
+                outputs += self.graph.node("Split", [out, self.graph.ints(*sizes)], len(sizes), axis=-1, where=where)
         return outputs
 
     def _weight(self, part: LinearPart) -> Weight:
@@ -100,7 +111,8 @@ class Linears:
         biases: list[torch.Tensor | None],
         x: Name,
         where: str,
-    ) -> list[Name]:
+    ) -> Name:
+        """One product for layers whose weights fit each other."""
         import torch
 
         label = "_".join(part.name.rpartition(".")[2] for part in parts)
@@ -117,9 +129,7 @@ class Linears:
         if any(bias is not None for bias in biases):
             full = [b if b is not None else torch.zeros(n) for b, n in zip(biases, sizes)]
             out = self.graph.node("Add", [out, self.plain(f"{prefix}.bias", torch.cat(full))], where=prefix)
-        if len(sizes) == 1:
-            return [out]
-        return self.graph.node("Split", [out, self.graph.ints(*sizes)], len(sizes), axis=-1, where=prefix)
+        return out
 
     def blocks(self, weight: BlockWeight, x: Name, prefix: str, names: list[Name] | None = None) -> Name:
         """MatMulNBits, after a reordering of the columns where the weight asks for one. names: of its tensors, where

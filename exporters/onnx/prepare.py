@@ -34,33 +34,60 @@ def prepare(model: nn.Module, choices: Choices, context: Context) -> None:
     cast("PreTrainedModel", model).set_attn_implementation("eager")
     if choices.lm_head != "stored":
         round_head(model, choices)
+    if choices.dtype == "bfloat16":
+        round_plain(model, choices, context)
 
 
 def unpack_others(model: nn.Module, context: Context) -> None:
     """Replace quantized layers that are neither packed integers nor W8A8 int8 by plain ones with their values."""
-    import torch
-    from torch import nn
-
     from ...runtime.kernels.formats import QUANTIZED
 
     formats: dict[str, int] = {}
     for name, module in list(model.named_modules()):
-        layer: Any = module
-        if not isinstance(module, QUANTIZED) or isinstance(module, (PackedLinear, Int8Linear)):
-            continue
-        plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        plain.weight = nn.Parameter(layer.dequantize().detach().float(), requires_grad=False)
-        if layer.bias is not None:
-            plain.bias = nn.Parameter(layer.bias.detach().to(torch.float32), requires_grad=False)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, plain)
-        formats[layer.scheme.format] = formats.get(layer.scheme.format, 0) + 1
+        if isinstance(module, QUANTIZED) and not isinstance(module, (PackedLinear, Int8Linear)):
+            _make_plain(model, name, module)
+            formats[module.scheme.format] = formats.get(module.scheme.format, 0) + 1
     for format_, count in formats.items():
         context.note(
             "fallback",
             f"{count} layers of the format {format_} are written as plain weights with the same values, inputs as they "
             "are: ONNX has no operator for it",
         )
+
+
+def unpack(model: nn.Module) -> None:
+    """Replace packed layers by plain ones, so that the reference does not unpack them at every step."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            _make_plain(model, name, module)
+
+
+def _make_plain(model: nn.Module, name: str, layer: Any) -> None:
+    """Put a linear layer with the values of `layer` in its place, float32."""
+    from torch import nn
+
+    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    plain.weight = nn.Parameter(layer.dequantize().detach().float(), requires_grad=False)
+    if layer.bias is not None:
+        plain.bias = nn.Parameter(layer.bias.detach().float(), requires_grad=False)
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, plain)
+
+
+def round_plain(model: nn.Module, choices: Choices, context: Context) -> None:
+    """Round plain linear layers and the embedding to bfloat16, as they are going to be stored; noted where any value
+    changes by it."""
+    import torch
+    from torch import nn
+
+    changed = 0
+    for module in model.modules():
+        if type(module) is nn.Linear or (isinstance(module, nn.Embedding) and not choices.share_head):
+            rounded = module.weight.detach().to(torch.bfloat16).float()
+            changed += int(not torch.equal(rounded, module.weight))
+            module.weight.data.copy_(rounded)
+    if changed:
+        context.note("fallback", f"the weights of {changed} layers were rounded to bfloat16, which they are stored in")
 
 
 def round_head(model: nn.Module, choices: Choices) -> None:
