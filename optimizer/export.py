@@ -178,9 +178,7 @@ def make_manifest(
             made.measured["divergence"]["compression"] = made.measured["before"]["disk_bytes"] / weights
         made.timeline = None
         made.gates = []
-        made.notes.append(
-            Note(stage=details["name"], kind="note", message="quality was measured before this export; see exporter")
-        )
+        made.notes.append(_quality_note(details))
     else:
         disk = sum(file.stat().st_size for file in weight_files(source.folder))
         made = Manifest(
@@ -194,6 +192,17 @@ def make_manifest(
             **common,
         )
     return made
+
+
+def _quality_note(details: dict[str, Any]) -> Note:
+    """What the figures that are kept stand for; a fallback where the exporter says `exact: False`."""
+    what = "quality was measured before this export"
+    if details.get("exact", True):
+        return Note(
+            stage=details["name"], kind="note", message=f"{what}; how near its answers are: see exporter.parity"
+        )
+    rounding = f"{what}, which rounds further: perplexity and divergence are not those of this folder"
+    return Note(stage=details["name"], kind="fallback", message=f"{rounding}, only exporter.parity is")
 
 
 def data_files(folder: Path) -> list[Path]:

@@ -63,6 +63,7 @@ def test_a_plain_model(tiny_model, tmp_path, copying):
     assert made.files["README.md"] == hashlib.sha256((out / "README.md").read_bytes()).hexdigest()
     card = (out / "README.md").read_text()
     assert "something stayed behind" in card and "0.000123" in card and str(tiny_model.parent) not in card
+    assert "size on disk" in command("inspect", out)
     with llmopt.load(out) as llm:
         assert llm.manifest["exporter"]["name"] == "copy"
 

@@ -116,3 +116,9 @@ def test_a_model_that_no_graph_is_written_for(tmp_path):
 def test_gpt2_has_one_flavor(families, tmp_path):
     with pytest.raises(llmopt.UsageError, match="learned positions"):
         export(families("gpt2"), tmp_path / "out", flavor="genai")
+
+
+def test_a_recipe_names_the_command(families, tmp_path):
+    with pytest.raises(llmopt.UsageError, match="llmopt export ARTIFACT --format onnx"):
+        llmopt.optimize(families("llama"), passes=["kv_cache"], exporter="onnx", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

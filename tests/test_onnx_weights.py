@@ -113,7 +113,7 @@ def test_int8_inputs_are_measured_beside_the_exact_graph(flavor, tiny, tmp_path)
     optimize(tiny, tmp_path / "packed", method="rtn", bits=4, group_size=32)
     record, _ = export(tmp_path / "packed", tmp_path / "out", flavor=flavor, activations="int8", lm_head="int8")
     parity = record["parity"]
-    assert record["accuracy_level"] == 4 and record["linears"] == {"MatMulNBits": 15}
+    assert not record["exact"] and record["accuracy_level"] == 4 and record["linears"] == {"MatMulNBits": 15}
     assert parity["float_prefill_max_difference"] < 1e-4 < parity["prefill_max_difference"]
     assert 0 < parity["mean_kl"] < 1e-3
     assert not (tmp_path / "out" / "twin.onnx").exists()

@@ -74,6 +74,7 @@ class OnnxExporter(Exporter):
             "accuracy_level": choices.accuracy_level,
             "lm_head": choices.lm_head,
             "linears": written.counts,
+            "exact": choices.exact and choices.lm_head == "stored",
             "parity": parity,
         }
 

