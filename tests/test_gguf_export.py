@@ -193,3 +193,15 @@ def test_pre_tokenizers_are_told_apart() -> None:
 
 def test_scores_are_ranks_of_merges() -> None:
     assert scores(["a", "b", "ab", "c", "abc"], [["a", "b"], ["ab", "c"]]) == [-2.0, -3.0, 0.0, -5.0, -1.0]
+
+
+def test_rows_that_no_block_divides_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmopt.exporters.gguf import gate
+
+    model, context = open_family(save_family("qwen3", tmp_path / "model", intermediate_size=80), tmp_path / "work")
+    monkeypatch.setattr(gate, "prove_file", lambda *arguments: {})
+    out = tmp_path / "out"
+    out.mkdir()
+    details = GGUFExporter(type="Q8_0").export(model, out, context)
+    assert details["tensors"]["BF16"] == 2
+    assert any("2 matrices have rows" in note["message"] and note["kind"] == "fallback" for note in context.notes)

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...optimizer.base import Context, Exporter, PlanItem
 from ...optimizer.errors import MissingDependency
 from ...optimizer.runtime_spec import RuntimeSpec
-from .families import find_family
 from .options import GGUFOptions
-from .tensors import plan_entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +54,9 @@ class GGUFExporter(Exporter):
             import gguf  # noqa: F401
         except ImportError:
             raise MissingDependency("gguf", "gguf", "writing a GGUF file") from None
+        from .families import find_family
         from .gate import prove_file
+        from .tensors import plan_entries
         from .writer import write_file
 
         module = cast("PreTrainedModel", model.module)
@@ -66,7 +66,7 @@ class GGUFExporter(Exporter):
         try:
             tokenizer = write_file(directory / FILE, model, family, entries, self.config, context)
             _write_companions(model, directory)
-            _tell(entries, context)
+            _tell(entries, self.config, context)
             _reset_runtime(model, context)
             proof = prove_file(module, model.tokenizer, directory, entries, self.config.llama_server, context)
         except BaseException:
@@ -88,12 +88,20 @@ class GGUFExporter(Exporter):
         }
 
 
-def _tell(entries: list[Entry], context: Context) -> None:
+def _tell(entries: list[Entry], options: GGUFOptions, context: Context) -> None:
     """Note layers that were rounded anew, scales that float16 does not hold, and matrices that no block divides."""
+    from .blocks import BLOCK
+    from .tensors import FLOATS
+
     anew = [entry for entry in entries if entry.requantized]
     if anew:
         names = ", ".join(f"{entry.source} → {entry.kind}" for entry in anew[:SHOWN])
         context.note("fallback", f"{len(anew)} quantized layers were rounded anew ({anew[0].requantized}): {names} …")
+    if options.type not in ("auto", *FLOATS):
+        plain = [entry for entry in entries if len(entry.shape) > 1 and entry.shape[-1] % BLOCK and not entry.quantized]
+        if plain:
+            names = ", ".join(f"{entry.source} → {entry.kind}" for entry in plain[:SHOWN])
+            context.note("fallback", f"{len(plain)} matrices have rows that no block of {BLOCK} divides: {names} …")
     rounded = [entry for entry in entries if entry.scale_error]
     if rounded:
         worst = max(entry.scale_error for entry in rounded)

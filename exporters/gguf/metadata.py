@@ -189,8 +189,8 @@ def _add_window(writer: GGUFWriter, family: Family, config: Any, context: Contex
         return
     if family.arch == "phi3":
         writer.add_sliding_window(window or 0)
-    slides = getattr(config, "layer_types", None)
-    used = window and ("sliding_attention" in slides if slides else getattr(config, "use_sliding_window", True))
+    layers = getattr(config, "layer_types", None)
+    used = window and ("sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True))
     if used and window < config.max_position_embeddings:
         context.note(
             "fallback",
