@@ -69,6 +69,7 @@ def ours(bits: int, group: int = 64) -> list[Row]:
         Row("llmopt gptq, side by side", "llmopt", bits, group, {"method": "gptq", "true_sequential": False}),
         Row("llmopt awq", "llmopt", bits, group, {"method": "awq"}),
         Row("llmopt awq + gptq", "llmopt", bits, group, BEST),
+        Row("llmopt awq + gptq, learned", "llmopt", bits, group, {**BEST, "learn_steps": 200}),
     ]
 
 

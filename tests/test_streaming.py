@@ -207,9 +207,10 @@ def test_a_lazy_model_runs_with_its_first_blocks(folder: Path) -> None:
         GPTQ,
         {**GPTQ, "true_sequential": True, "symmetric": False},
         {**GPTQ, "match_original": 0.5, "lm_head": "quantize"},
+        {**GPTQ, "learn_steps": 3, "lm_head": "quantize"},
         {**GPTQ, "ignore": ["*.layers.2.*", "*.layers.3.*"], "overrides": {"*.k_proj": {"method": "rtn"}}},
     ],
-    ids=["rtn", "gptq", "sequential", "matched", "first-blocks"],
+    ids=["rtn", "gptq", "sequential", "matched", "learned", "first-blocks"],
 )
 def test_a_lazy_model_is_quantized_to_the_same_bits(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     expected, lines = quantized_in_memory(folder, tmp_path, **options)
@@ -249,11 +250,18 @@ class Interrupt:
                 raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("streamed", "offload"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("streamed", "offload", "more"),
+    [
+        (True, True, {"match_original": 0.3}),
+        (False, False, {"match_original": 0.3}),
+        (True, True, {"learn_steps": 3}),
+    ],
+)
 def test_an_interrupted_run_goes_on_where_it_stopped(
-    streamed: bool, offload: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    streamed: bool, offload: bool, more: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {**GPTQ, "match_original": 0.3, "lm_head": "quantize", "batch_tokens": 64}
+    options = {**GPTQ, **more, "lm_head": "quantize", "batch_tokens": 64}
     expected, lines = quantized_in_memory(folder, tmp_path, **options)
     if offload:
         monkeypatch.setattr(preflight_module, "ENOUGH", 1e9)

@@ -164,6 +164,15 @@ class Config(Options):
         "of its own, to make up for the layers before it (after GPTAQ, Li et al. 2025). 0 is plain GPTQ. It overfits "
         "short calibration texts: at 1.0 on 8,192 tokens a 30-layer model was ruined. Gate the result.",
     )
+    learn_steps: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description="gptq, awq: after a block's layers are rounded, this many steps of descent by gradient signs move "
+        "their codes and scales until the block's outputs come closer to those of the original model (SignRound, Cheng "
+        "et al. 2023). 0: none. 100 to 200 are usual; every step takes three forward passes of one batch "
+        "(`batch_tokens`) through the block, so that they cost more time than everything else together.",
+    )
     min_tokens: int = Field(
         1,
         ge=1,
@@ -185,11 +194,23 @@ class Config(Options):
     def _figures(self) -> Config:
         """What is not given becomes the method's default, so that the recipe as run spells it out."""
         self._auto()
+        self._learns()
         found = figures(self.method, self.bits, self.group_size, self.symmetric, self.activations)
         self.bits, self.group_size, self.symmetric = found["bits"], found["group_size"], bool(found["symmetric"])
         if self.auto is not None:
             self.bits = None
         return self
+
+    def _learns(self) -> None:
+        """Raises ValueError where rounding is to be learned and cannot be."""
+        if not self.learn_steps:
+            return
+        if self.method not in ("gptq", "awq") or self.activations != "none":
+            raise ValueError("`learn_steps` is for `method: gptq` and `method: awq`, with float activations")
+        if self.match_original:
+            raise ValueError("`learn_steps` and `match_original` both follow the original model: choose one")
+        if self.desc_act and not self.static_groups:
+            raise ValueError("`learn_steps` needs `static_groups: true` beside activation order")
 
     def _auto(self) -> None:
         """Raises ValueError where `method: auto` and the options beside it do not fit together."""

@@ -5,7 +5,7 @@ of that input, quantize the group, and go on, so that its end hands the quantize
 cannot be divided so, run it once for all Hessians, quantize, and run it again (the stages of `stages.py`). Only the
 current Hessians and one hidden state per batch are held, and of a lazy model the current block's weights. Every
 finished block is committed to the context's checkpoint, and a run that finds some goes on after them. The result
-depends on weights, tokens and options alone: there is no randomness.
+depends on weights, tokens and options alone: what is random (the order of batches in learned rounding) has fixed seeds.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class _Run:
             self.context.max_memory,
             follows_original=self.config.match_original > 0,
             in_parts=self.config.true_sequential is not False and self.config.match_original == 0,
+            learns=self.config.learn_steps > 0,
         )
         checked.check()
         return checked

@@ -28,10 +28,14 @@ SOLVER_COPIES = 2
 """Matrices of a Hessian's size that following the original model takes; plain GPTQ works inside the Hessian."""
 ACTIVATION_COPIES = 5
 """Float32 tensors of a batch's tokens times the widest layer that a block's forward holds."""
+LEARN_COPIES = 3
+"""How many times as much a block's forward and backward hold."""
 ENOUGH = 4
 """How many times the states of all batches must fit into what is available to be kept in memory."""
 WEIGHT_BYTES = 7
 """Bytes a weight while its layer is rounded: a float32 copy, codes as they come about, and as they are stored."""
+LEARN_BYTES = 24
+"""Bytes a weight while rounding is learned: the original and its copy, float32 latent, momentum, gradient, rounded."""
 SLICES = 1 << 26
 """Bytes of whatever is done a few rows or columns at a time."""
 
@@ -91,13 +95,15 @@ def preflight(
     max_memory: int | None,
     follows_original: bool = False,
     in_parts: bool = False,
+    learns: bool = False,
 ) -> Preflight:
     """Estimate the peak of quantizing one block and try a factorization of the largest Hessian.
 
     block_bytes: weights of every block to come, by name. targets: their calibrated layers. groups: those of one block
     by equal inputs, as a trial run saw them. batch: the first; num_tokens: of all batches. max_memory: bytes that the
     process may have. follows_original: the original model's states and products with its inputs are kept, too;
-    in_parts: the inputs of single layers and their outputs are kept while a block is quantized.
+    in_parts: the inputs of single layers and their outputs are kept while a block is quantized; learns: after that the
+    block's rounding is learned, beside its original.
     """
     block, weights = max(block_bytes.items(), key=lambda item: item[1])
     columns = max(target.in_features for target in targets)
@@ -106,10 +112,12 @@ def preflight(
         copies * 4 * group[0].in_features ** 2 + WEIGHT_BYTES * sum(target.num_weights for target in group)
         for group in groups
     )
+    if learns:
+        solver += LEARN_BYTES * sum(target.num_weights for group in groups for target in group)
     hidden = batch.hidden
     tokens = hidden.shape[0] * hidden.shape[1]
     widest = max(max(target.in_features, target.out_features) for target in targets)
-    live = hidden.nbytes // tokens * num_tokens * (3 if follows_original else 1)
+    live = hidden.nbytes // tokens * num_tokens * (3 if follows_original or learns else 1)
     between_parts = 0
     if in_parts:
         alone = [group[0] for group in groups if len(group) == 1]
@@ -123,7 +131,7 @@ def preflight(
         weights=weights,
         hessians=sum(4 * group[0].in_features ** 2 for group in groups) * (2 if follows_original else 1),
         solver=solver,
-        activations=ACTIVATION_COPIES * 4 * tokens * widest,
+        activations=ACTIVATION_COPIES * 4 * tokens * widest * (LEARN_COPIES if learns else 1),
         live=live,
         between_parts=between_parts,
         available=max(0, allowed),

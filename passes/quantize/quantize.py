@@ -58,7 +58,7 @@ class Quantize(Pass):
             modules=list(planned.values()),
             refusals=list(targets.refusals),
             notes=notes,
-            peak_memory=_peak_memory(targets, info),
+            peak_memory=_peak_memory(targets, info, self.config),
             seconds=seconds + _seconds(targets, self.config),
         )
         if any(target.method in CALIBRATED for target in targets.modules):
@@ -219,7 +219,7 @@ def _check(module: nn.Module, targets: list[Target], info: ModelInfo) -> tuple[i
     return before, sum(m.packed_nbytes for m in packed.values())
 
 
-def _peak_memory(targets: Targets, info: ModelInfo) -> int:
+def _peak_memory(targets: Targets, info: ModelInfo, config: QuantizeConfig) -> int:
     """Bytes on top of the model: work copies of the widest layer; with gptq also Hessians and activations."""
     if not targets.modules:
         return 0
@@ -230,6 +230,11 @@ def _peak_memory(targets: Targets, info: ModelInfo) -> int:
         hidden = info.config.get_text_config().hidden_size
         peak += sum(3 * k * k * 4 for k in inputs) + 5 * max(inputs) ** 2 * 4
         peak += ASSUMED_TOKENS * hidden * info.dtype_bytes * 3
+        if config.learn_steps:
+            from .preflight import LEARN_BYTES
+
+            blocks = info.config.get_text_config().num_hidden_layers
+            peak += LEARN_BYTES * sum(target.num_weights for target in targets.modules) // max(1, blocks)
     return peak
 
 
@@ -243,6 +248,8 @@ def _seconds(targets: Targets, config: QuantizeConfig) -> float:
             flops = ASSUMED_TOKENS * target.num_weights * 2 * passes
             flops += target.num_weights * target.in_features * 12
             seconds += flops / 2.5e11 + target.in_features * 2e-5
+        if target.method in CALIBRATED and config.learn_steps:
+            seconds += config.learn_steps * config.batch_tokens * target.num_weights * 6 / 1.5e11
         if target.method in ("awq", "smoothquant"):
             tries, rows = config.scale_steps, 2048
             if target.method == "awq":

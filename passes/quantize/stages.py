@@ -1,4 +1,4 @@
-"""A block's work as a sequence of stages: check, transform, round without data, round on calibration, hand on.
+"""A block's work as a sequence of stages: check, transform, round without data, round on calibration, learn, hand on.
 
 A stage is a function of the block's `BlockWork`. A method that changes weights or norms before anything is rounded
 (activation-aware scales, say) puts a function into `TRANSFORMS`; one that rounds on calibration puts one into
@@ -12,14 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ...runtime.decoder_blocks import CapturedBatch
+from ...runtime.kernels.formats import scale_values
+from ...runtime.kernels.packed import PackedLinear
 from .apply import check_weight, rtn_module
 from .collect import call_order, collect, on_one_sequence
 from .config import CALIBRATED
 from .coverage import round_covered
 from .hessian import Hessian, InputGroup
+from .learn import learn_rounding
 from .live import LiveStates, Stash
 from .parts import Parts, dense, plan_parts
 from .scaling import scale_block
@@ -36,7 +40,8 @@ class BlockWork:
     original: an unquantized copy of the block, where layers are fitted to the original model's outputs. live: where the
     states after the block go; last: whether no later block needs them. groups: Hessians of all calibrated layers as the
     block is now, where a transform has gathered them; facts: what it reports of layers, by name. handed_on: whether the
-    batches' states are those after the block already.
+    batches' states are those after the block already. reference: an unquantized copy of the block where rounding is
+    learned; values: its layers' weights just before they are rounded, by name; followed: its outputs by batch.
     """
 
     model: nn.Module
@@ -52,6 +57,9 @@ class BlockWork:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
     handed_on: bool = False
+    reference: nn.Module | None = None
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    followed: Stash | None = None
 
     @property
     def calibrated(self) -> list[Target]:
@@ -82,6 +90,8 @@ def check(work: BlockWork) -> None:
         check_weight(target.name, work.model.get_submodule(target.name))
     if work.calibrated and work.config.match_original:
         work.original = copy.deepcopy(work.block)
+    if work.config.learn_steps:
+        work.reference = copy.deepcopy(work.block)
 
 
 def transform(work: BlockWork) -> None:
@@ -90,6 +100,13 @@ def transform(work: BlockWork) -> None:
         targets = [target for target in work.targets if target.method == method]
         if targets:
             change(work, targets)
+
+
+def remember(work: BlockWork) -> None:
+    """Keep the weights that learned rounding starts from."""
+    if work.config.learn_steps:
+        for target in work.targets:
+            work.values[target.name] = work.model.get_submodule(target.name).weight.detach().clone()
 
 
 def round_without_data(work: BlockWork) -> None:
@@ -153,13 +170,52 @@ def _round_in_parts(work: BlockWork, parts: Parts, calibrated: dict[str, Target]
         group = InputGroup([target.name for target in targets], hessian, number)
         work.lines += round_covered(work.model, targets, group, work.config)
         before = part.names
-    if not work.last:
+    if not work.last and not work.config.learn_steps:
         with dense(work.block, before), parts.entered(len(parts.parts)):
             for key, batch in enumerate(work.captured):
                 batch.hidden = parts.run_through(key, batch.calls[work.index], batch.hidden)
                 work.live.keep(key, batch)
+        work.handed_on = True
     parts.stash.clear()
-    work.handed_on = True
+
+
+def learn(work: BlockWork) -> None:
+    """Move the codes and scales of the block's packed layers until its outputs come closer to the original's."""
+    reference = work.reference
+    if reference is None:
+        return
+    work.followed = followed = Stash(work.live.scratch)
+    for number, batch in enumerate(work.captured):
+        start = batch.hidden if batch.original is None else batch.original
+        followed.put(f"followed-{number}", batch.calls[work.index].run(reference, start))
+    work.reference = None
+    own = {module: name for name, module in work.block.named_modules()}
+    layers = {own[layer]: name for name, layer in work.layers(list(work.values)).items() if _learns(layer)}
+    if not layers:
+        return
+
+    def forward(number: int) -> torch.Tensor:
+        batch = work.captured[number]
+        return batch.calls[work.index].run(work.block, batch.hidden)
+
+    def target(number: int) -> torch.Tensor:
+        return followed.get(f"followed-{number}")
+
+    values = {inner: work.values.pop(name) for inner, name in layers.items()}
+    found = learn_rounding(
+        work.block, values, forward, target, len(work.captured), work.config.learn_steps, seed=work.index
+    )
+    for line in work.lines:
+        for inner, name in layers.items():
+            if line["name"] == name:
+                scales = scale_values(work.model.get_submodule(name)).abs()
+                line.update(scale_min=float(scales.min()), scale_max=float(scales.max()))
+                line.update(codes_learned=found.changed[inner])
+                line.update(block_error_rounded=found.error_before, block_error=found.error_after)
+
+
+def _learns(layer: nn.Module) -> bool:
+    return isinstance(layer, PackedLinear) and not layer.scheme.g_idx
 
 
 def hand_on(work: BlockWork) -> None:
@@ -168,10 +224,12 @@ def hand_on(work: BlockWork) -> None:
         return
     with dense(work.block):
         for number, batch in enumerate(work.captured):
-            if work.original is not None:
+            if work.followed is not None:
+                batch.original = work.followed.take(f"followed-{number}")
+            elif work.original is not None:
                 batch.original = batch.followed
             batch.hidden = batch.calls[work.index].run(work.block, batch.hidden)
             work.live.keep(number, batch)
 
 
-STAGES: tuple[Stage, ...] = (check, transform, round_without_data, round_on_calibration, hand_on)
+STAGES: tuple[Stage, ...] = (check, transform, remember, round_without_data, round_on_calibration, learn, hand_on)
