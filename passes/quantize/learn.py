@@ -2,8 +2,8 @@
 
 After its layers are quantized, a decoder block is trained by descent along gradient signs (SignRound, Cheng et al.
 2023, arXiv:2309.05516). Each code is the nearest integer to a latent value; gradients pass the rounding as if it were
-not there. A latent starts where the unrounded weight is, as far as its code allows (so that the start is what the method
-before chose, and weights near a boundary cross it first); a group's scale is stretched by a factor that starts at 1.
+not there. A latent starts where the unrounded weight is, as far as its code allows (so that the method before gives the
+start, and weights near a boundary cross it first); a group's scale is stretched by a factor that starts at 1.
 Inputs are the outputs of the quantized blocks before, the targets what the original block gives on the original inputs,
 and a token's squared error counts relative to the mean square of its target, as the norms after the block see it.
 """

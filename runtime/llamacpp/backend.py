@@ -97,10 +97,8 @@ class LlamaCppBackend:
                 chunk = chunks.get()
                 left -= chunk.finish_reason is not None
                 yield chunk
-        finally:
-            cancelled.set()
-            for worker in workers:
-                worker.join()
+        finally:  # also where a generator that nobody reads is collected: workers are not waited for, in whatever
+            cancelled.set()  # thread that happens; each gives its slot back once its request has ended
 
     def _work(self, waiting: deque[_Sequence], chunks: queue.SimpleQueue[Chunk], cancelled: threading.Event) -> None:
         slot = self._slots.get()
