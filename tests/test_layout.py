@@ -115,3 +115,12 @@ def test_importing_loads_no_heavy_library():
 def test_no_file_is_a_monster():
     long = {name: n for name, p in modules().items() if (n := len(p.read_text().splitlines())) > 400}
     assert not long
+
+
+def test_no_benchmark_hides_a_library() -> None:
+    """A script's folder comes first on its path, so that a benchmark must not be named like what it imports."""
+    import importlib.metadata
+
+    taken = set(importlib.metadata.packages_distributions()) | sys.stdlib_module_names
+    hiding = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} & taken
+    assert not hiding, hiding

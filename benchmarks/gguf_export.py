@@ -1,6 +1,6 @@
 """GGUF files side by side in llama.cpp: size, perplexity over one text, decode speed.
 
-    python benchmarks/gguf.py --text FILE NAME=FOLDER [NAME=FOLDER …] [--windows 4] [--length 256] [--json OUT]
+    python benchmarks/gguf_export.py --text FILE NAME=FOLDER [NAME=FOLDER …] [--windows 4] [--length 256] [--json OUT]
 
 Each FOLDER was written by `llmopt export … --format gguf`. For a comparison with llama.cpp's own rounding, export the
 unquantized model with `type=Q4_0` too: matrices are then rounded by the gguf library's own quantizer.

@@ -1,6 +1,6 @@
 """Decode speed and size of ONNX folders in onnxruntime-genai, and of ours through `llmopt.load`, in turns.
 
-    python benchmarks/onnx.py --genai PEERS/ortgenai/bin/python OUR_EXPORT ... PEERS/models/ort-int4
+    python benchmarks/onnx_export.py --genai PEERS/ortgenai/bin/python OUR_EXPORT ... PEERS/models/ort-int4
 
 Each round opens every folder in a fresh process, gives it the same prompt of random tokens, and times `--new` further
 tokens of one greedy sequence, without the first one; end of text is ignored. Prints medians over `--rounds` with the
