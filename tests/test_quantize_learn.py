@@ -130,6 +130,13 @@ def test_blocks_come_closer_to_the_original(kind: str, options: dict[str, object
     assert any(line["codes_learned"] > 0 for line in errors[30])
 
 
+def test_a_block_that_no_calibration_reaches_is_only_rounded() -> None:
+    overrides = {"*.layers.1.*": {"method": "rtn"}}
+    report = quantize(make("llama", num_hidden_layers=2), **BASE, method="gptq", learn_steps=5, overrides=overrides)
+    assert {"layers.0." in line["name"] for line in report.layers if "block_error" in line} == {True}
+    assert len(report.layers) == 14
+
+
 def test_the_models_output_comes_closer() -> None:
     model = make("llama", num_hidden_layers=2)
     ids = torch.cat(Tokens().batches())

@@ -66,6 +66,11 @@ class BlockWork:
         """The targets whose method needs calibration."""
         return [target for target in self.targets if target.method in CALIBRATED]
 
+    @property
+    def learns(self) -> bool:
+        """Whether the block's rounding is learned; blocks that no calibration reaches are left as they are rounded."""
+        return self.config.learn_steps > 0 and bool(self.captured)
+
     def layers(self, names: list[str]) -> dict[str, nn.Module]:
         """The named layers of the model, by full name."""
         return {name: self.model.get_submodule(name) for name in names}
@@ -90,7 +95,7 @@ def check(work: BlockWork) -> None:
         check_weight(target.name, work.model.get_submodule(target.name))
     if work.calibrated and work.config.match_original:
         work.original = copy.deepcopy(work.block)
-    if work.config.learn_steps:
+    if work.learns:
         work.reference = copy.deepcopy(work.block)
 
 
@@ -104,7 +109,7 @@ def transform(work: BlockWork) -> None:
 
 def remember(work: BlockWork) -> None:
     """Keep the weights that learned rounding starts from."""
-    if work.config.learn_steps:
+    if work.learns:
         for target in work.targets:
             work.values[target.name] = work.model.get_submodule(target.name).weight.detach().clone()
 
@@ -170,7 +175,7 @@ def _round_in_parts(work: BlockWork, parts: Parts, calibrated: dict[str, Target]
         group = InputGroup([target.name for target in targets], hessian, number)
         work.lines += round_covered(work.model, targets, group, work.config)
         before = part.names
-    if not work.last and not work.config.learn_steps:
+    if not work.last and not work.learns:
         with dense(work.block, before), parts.entered(len(parts.parts)):
             for key, batch in enumerate(work.captured):
                 batch.hidden = parts.run_through(key, batch.calls[work.index], batch.hidden)
@@ -190,8 +195,9 @@ def learn(work: BlockWork) -> None:
         followed.put(f"followed-{number}", batch.calls[work.index].run(reference, start))
     work.reference = None
     own = {module: name for name, module in work.block.named_modules()}
-    layers = {own[layer]: name for name, layer in work.layers(list(work.values)).items() if _learns(layer)}
-    if not layers:
+    packed = {name: m for name, m in work.layers(list(work.values)).items() if isinstance(m, PackedLinear)}
+    values = {own[layer]: work.values.pop(name) for name, layer in packed.items()}
+    if not values:
         return
 
     def forward(number: int) -> torch.Tensor:
@@ -201,21 +207,21 @@ def learn(work: BlockWork) -> None:
     def target(number: int) -> torch.Tensor:
         return followed.get(f"followed-{number}")
 
-    values = {inner: work.values.pop(name) for inner, name in layers.items()}
     found = learn_rounding(
         work.block, values, forward, target, len(work.captured), work.config.learn_steps, seed=work.index
     )
     for line in work.lines:
-        for inner, name in layers.items():
-            if line["name"] == name:
-                scales = scale_values(work.model.get_submodule(name)).abs()
-                line.update(scale_min=float(scales.min()), scale_max=float(scales.max()))
-                line.update(codes_learned=found.changed[inner])
-                line.update(block_error_rounded=found.error_before, block_error=found.error_after)
-
-
-def _learns(layer: nn.Module) -> bool:
-    return isinstance(layer, PackedLinear) and not layer.scheme.g_idx
+        if line["name"] in packed:
+            scales = scale_values(work.model.get_submodule(line["name"])).abs()
+            line.update(
+                scale_min=float(scales.min()),
+                scale_max=float(scales.max()),
+                codes_learned=found.changed[own[packed[line["name"]]]],
+                block_error_rounded=found.error_before,
+                block_error=found.error_after,
+            )
+    if work.last:
+        followed.clear()
 
 
 def hand_on(work: BlockWork) -> None:
