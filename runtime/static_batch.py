@@ -31,6 +31,34 @@ LOGPROB_ROWS = 64
 """Prompt positions whose float32 logits are ranked at a time."""
 
 
+def make_request(
+    number: int,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    index: int,
+    vocab_size: int,
+    context_length: int | None,
+    eos: frozenset[int],
+) -> Request:
+    """The request of output `index` of prompt `number`; `eos` ends it unless the parameters say otherwise. Raises
+    UsageError for a token that the vocabulary does not have."""
+    params.check_vocabulary(vocab_size)
+    seed = params.seed if params.seed is not None else random.getrandbits(63)
+    limit = context_length or 2**62
+    if params.max_new_tokens is not None:
+        limit = min(limit, len(prompt) + params.max_new_tokens)
+    return Request(
+        id=number,
+        token_ids=list(prompt),
+        params=params,
+        index=index,
+        max_total_tokens=limit,
+        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos),
+        key=request_key(seed, index),
+        num_prompt_tokens=len(prompt),
+    )
+
+
 class StaticBatch:
     """Runs prompts in groups of equal length, each group to its end.
 
@@ -101,23 +129,7 @@ class StaticBatch:
                 "static backend",
                 "Load with engine=native.",
             )
-        params.check_vocabulary(self.vocab_size)
-        seed = params.seed if params.seed is not None else random.getrandbits(63)
-        limit = min(
-            self.context_length or 2**62,
-            len(prompt) + params.max_new_tokens if params.max_new_tokens is not None else 2**62,
-        )
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        return Request(
-            id=number,
-            token_ids=list(prompt),
-            params=params,
-            index=index,
-            max_total_tokens=limit,
-            stop_ids=stop_ids,
-            key=request_key(seed, index),
-            num_prompt_tokens=len(prompt),
-        )
+        return make_request(number, prompt, params, index, self.vocab_size, self.context_length, self._eos)
 
     def _run_group(self, group: list[_Sequence]) -> Iterator[Chunk]:
         drafter = self._drafter if len(group) == 1 and group[0].request.params.max_new_tokens != 0 else None

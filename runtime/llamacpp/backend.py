@@ -8,7 +8,6 @@ engine's own; what ends a text is what the model's generation config says.
 from __future__ import annotations
 
 import queue
-import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +18,10 @@ from ...optimizer.errors import RunError, UsageError
 from ..completion import Chunk
 from ..engine.detokenizer import Vocabulary
 from ..engine.logprobs import TokenLogprobs
-from ..engine.random_numbers import request_key
 from ..engine.request import Request
 from ..engine.sampler import Sampled
 from ..engine.sampling_params import SamplingParams
-from ..static_batch import _Sequence
+from ..static_batch import _Sequence, make_request
 from .parameters import body, check
 
 if TYPE_CHECKING:
@@ -76,7 +74,11 @@ class LlamaCppBackend:
         for each in params:
             check(each)
         waiting = deque(
-            _Sequence(self._request(number, prompt, each, index), number, self._vocabulary)
+            _Sequence(
+                make_request(number, prompt, each, index, self.vocab_size, self.context_length, self._eos),
+                number,
+                self._vocabulary,
+            )
             for number, (prompt, each) in enumerate(zip(prompts, params, strict=True))
             for index in range(each.n)
         )
@@ -185,20 +187,3 @@ class LlamaCppBackend:
     def _whole_token(self) -> int:
         """A token whose text is whole characters."""
         return int(self._vocabulary.tokenizer.encode("a", add_special_tokens=False)[-1])
-
-    def _request(self, number: int, prompt: Sequence[int], params: SamplingParams, index: int) -> Request:
-        params.check_vocabulary(self.vocab_size)
-        key = params.seed if params.seed is not None else random.getrandbits(63)
-        limit = self.context_length
-        if params.max_new_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_new_tokens)
-        return Request(
-            id=number,
-            token_ids=list(prompt),
-            params=params,
-            index=index,
-            max_total_tokens=limit,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
-            key=request_key(key, index),
-            num_prompt_tokens=len(prompt),
-        )
