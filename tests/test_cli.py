@@ -167,6 +167,27 @@ def test_doctor():
     states = {finding["name"]: finding["state"] for finding in report["required"]}
     assert states["torch"] == "ok" and set(states.values()) == {"ok"}
     assert {"gpu", "flash-attn", "c++ compiler"} <= {finding["name"] for finding in report["optional"]}
+    extras = {finding["name"]: finding for finding in report["extras"]}
+    for package in ("fastapi", "uvicorn", "prometheus-client"):
+        assert package in extras["extra serve"]["detail"]
+
+
+def test_doctor_says_what_an_extra_lacks(monkeypatch):
+    from llmopt.optimizer import environment
+    from llmopt.optimizer.cli import doctor_extras
+
+    versions = {"fastapi": "0.115", "uvicorn": "0.20"}
+    declared = ["fastapi>=0.115; extra == 'serve'", "uvicorn; extra == 'serve'", "absent-one; extra == 'serve'"]
+    monkeypatch.setattr(environment, "library_version", versions.get)
+    monkeypatch.setattr(doctor_extras, "requires", lambda name: declared)
+    (found,) = doctor_extras.extras()
+    assert found.name == "extra serve" and found.state == "absent"
+    assert "missing: absent-one" in found.detail and "pip install 'llmopt[serve]'" in found.detail
+    declared[1:] = ["uvicorn>=0.30; extra == 'serve'", "torch>=2", "pytest; extra == 'dev'"]
+    (found,) = doctor_extras.extras()
+    assert found.state == "broken" and "uvicorn 0.20 is not >=0.30" in found.detail
+    del declared[1]
+    assert [(one.state, one.detail) for one in doctor_extras.extras()] == [("ok", "fastapi 0.115")]
 
 
 def test_usage_errors_exit_with_2(tiny_model, tmp_path):

