@@ -181,9 +181,9 @@ def document(mode: str, settings: dict[str, Any], content: dict[str, Any]) -> di
 
 
 def _folder(place: str) -> Path:
-    from .sources import resolve
+    from .sources import runnable
 
-    return resolve(place).folder
+    return runnable(place)
 
 
 def _tokenizer(

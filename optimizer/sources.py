@@ -58,6 +58,16 @@ def resolve(model: str | Path, revision: str | None = None) -> SourceIdentity:
     raise UsageError(f"no folder, file or short name is called {name!r}", "", f"{hint} A hub id has the form org/name")
 
 
+def runnable(model: str | Path) -> Path:
+    """What `llmopt.load` is to open for the model a user named: an artifact in a format that another library runs as it
+    is, else what `resolve` finds. Raises as that does."""
+    from ..runtime.foreign import find_format, written_folder
+
+    path = Path(str(model).strip()).expanduser()
+    folder = written_folder(path) or path
+    return folder if folder.is_dir() and find_format(folder) is not None else resolve(model).folder
+
+
 def describe(source: SourceIdentity, trust_remote_code: bool = False) -> ModelInfo:
     """Read config and weight headers, and hold their shapes against each other.
 

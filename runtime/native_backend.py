@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import RunError, UsageError, did_you_mean
-from .completion import Chunk
 from .draft_setup import checked_draft_folder, make_speculator
+from .engine_backend import EngineBackend
 
 if TYPE_CHECKING:
-    from .engine.loop import RequestHandle
-    from .engine.outputs import RequestOutput
-    from .engine.sampling_params import SamplingParams
     from .open import OpenedModel
 
 
-class NativeBackend:
+class NativeBackend(EngineBackend):
     """Implements `Backend` over `Engine`.
 
     release: the runner may take the module's weights over, so that they are in memory once; the module can then no
@@ -58,7 +54,7 @@ class NativeBackend:
         self.notes += linear_notes(spec.linear, runner, given) + kv_notes(
             spec.kv_cache, runner, given, why.get("kv_dtype", ""), why.get("kv_window", "")
         )
-        self.context_length: int | None = runner.max_model_len
+        self.context_length = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.extra_weight_bytes = getattr(getattr(runner, "decoder", None), "weight_bytes", 0)
         drafter = make_speculator(spec.draft, runner, scheduler, folder, self._note) if draft else None
@@ -73,30 +69,6 @@ class NativeBackend:
 
     def _note(self, message: str, kind: str = "note") -> None:
         self.notes.append({"stage": "load", "kind": kind, "message": message})
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
-    ) -> Iterator[Chunk]:
-        """See `Backend.stream`. Options: `priority`, `deadline` (see `Engine.add_request`).
-
-        All prompts run together; chunks come prompt by prompt. Leaving early aborts what still runs.
-        """
-        self.loop.start()
-        handles: list[RequestHandle] = []
-        try:
-            for prompt, each in zip(prompts, params, strict=True):
-                handles.append(self.loop.submit(prompt, each, **options))
-            for number, handle in enumerate(handles):
-                for output in handle:
-                    yield _chunk(number, output)
-        finally:
-            for handle in handles:
-                if not handle.done:
-                    handle.abort()
-
-    def close(self) -> None:
-        """End every request, stop the thread, give the model its own attention back."""
-        self.loop.close()
 
 
 def sort_options(options: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -169,17 +141,3 @@ def _reopen(opened: OpenedModel) -> None:
     if any(p.numel() == 0 for p in opened.module.parameters()):
         dtype = str(opened.module.dtype).removeprefix("torch.")
         opened.module = open_model(opened.folder, "cpu", dtype, verify=False).module
-
-
-def _chunk(number: int, output: RequestOutput) -> Chunk:
-    return Chunk(
-        prompt=number,
-        text=output.new_text,
-        token_ids=output.new_token_ids,
-        logprobs=output.logprobs,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        index=output.index,
-        prompt_logprobs=output.prompt_logprobs,
-        error=output.error,
-    )

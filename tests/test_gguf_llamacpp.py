@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import textwrap
 import time
@@ -12,74 +13,23 @@ from typing import Any
 import llmopt
 import pytest
 from llmopt.optimizer.errors import MissingDependency, RunError, UsageError
+from llmopt.runtime.engine.sampling_params import SamplingParams
 from llmopt.runtime.llamacpp import find
 from llmopt.runtime.llamacpp.find import find_server
 from llmopt.runtime.llamacpp.parameters import body, seed
 
 from .gguf_models import save_family
-
-STAND_IN = '''
-"""Speaks llama-server's protocol; the next token after t is (3 t + 7) modulo 600, but what is forced; 9 is its end."""
-import json, math, os, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    def log_message(self, *args): pass
-    def reply(self, value, status=200):
-        data = json.dumps(value).encode()
-        self.send_response(status); self.send_header("Content-Length", str(len(data))); self.end_headers()
-        self.wfile.write(data)
-    def do_GET(self): self.reply({"status": "ok"})
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.headers["Authorization"] != "Bearer " + os.environ["LLAMA_API_KEY"]:
-            return self.reply({"error": {"message": "no key"}}, 401)
-        if asked["prompt"][0] == 13: os._exit(3)
-        if asked["prompt"][0] == 14: return self.reply({"error": {"message": "unlucky"}}, 400)
-        ids, out, probabilities = list(asked["prompt"]), [], []
-        bias = dict(map(tuple, asked["logit_bias"]))
-        for _ in range(asked["n_predict"]):
-            forced = [t for t, b in bias.items() if b is not False and b > 100]
-            token = forced[0] if forced else (3 * ids[-1] + 7) % 600
-            while bias.get(token) is False: token += 1
-            out.append(token); ids.append(token)
-            top = [{"id": (3 * ids[-2] + 7) % 600, "logprob": -0.5}, {"id": 11, "logprob": -2.0}]
-            own = dict((t["id"], t["logprob"]) for t in top).get(token, -3.0)
-            if token != 12: probabilities.append({"id": token, "logprob": own, "top_logprobs": top})
-            if token == 9: break
-        self.reply({"tokens": out, "completion_probabilities": probabilities, "slot": asked["id_slot"]})
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-if "broken" in sys.argv[sys.argv.index("-m") + 1]:
-    print("error: broken model"); sys.exit(1)
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-'''
-
-
-def follow(token: int, count: int) -> list[int]:
-    out = []
-    for _ in range(count):
-        token = (3 * token + 7) % 600
-        out.append(token)
-    return out
+from .llama_stand_in import follow, write_folder, write_program
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("program") / "llama-server"
-    path.write_text(f"#!{sys.executable} -S\n{textwrap.dedent(STAND_IN)}", encoding="utf-8")
-    path.chmod(0o755)
-    return path
+    return write_program(tmp_path_factory.mktemp("program"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Config and tokenizer beside a file that the stand-in does not read."""
-    path = save_family("qwen3", tmp_path_factory.mktemp("gguf") / "model", eos_token_id=599)
-    (path / "model.safetensors").unlink()
-    (path / "model.gguf").write_bytes(b"GGUF")
-    return path
+    return write_folder(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +88,23 @@ def test_what_llama_cpp_has_not(llm: Any) -> None:
         _ = llm.module
 
 
+def test_an_abort_breaks_a_request_off(llm: Any) -> None:
+    """Both slots wait for an answer that does not come; given up, they are free for others."""
+    engine = llm.loop.engine
+    slow = [llm.loop.submit([15], SamplingParams(max_new_tokens=4)) for _ in range(2)]
+    while engine.metrics().num_requests_running < 2:
+        time.sleep(0.01)
+    late = llm.loop.submit([20], SamplingParams(max_new_tokens=4), deadline=time.monotonic() + 0.2)
+    assert late.result(30)[0].finish_reason == "deadline" and engine.metrics().num_requests_running == 2
+    for handle in slow:
+        handle.abort()
+        assert handle.result(30)[0].finish_reason == "abort"
+    found = llm.generate([[20], [21]], max_new_tokens=9)
+    assert [one.token_ids for one in found] == [follow(20, 9), follow(21, 9)]
+
+
 def test_requests_carry_the_parameters() -> None:
     from llmopt.runtime.engine.request import Request
-    from llmopt.runtime.engine.sampling_params import SamplingParams
 
     params = SamplingParams(
         temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, repetition_penalty=1.2, logit_bias={4: 1.5}
@@ -155,9 +119,13 @@ def test_requests_carry_the_parameters() -> None:
 
 def test_a_server_that_ends_is_an_error_and_close_ends_it(program: Path, folder: Path) -> None:
     opened = llmopt.load(folder, llama_server=str(program), engine="llamacpp")
-    server = opened._backend.server  # type: ignore[attr-defined]
+    server = opened.runner.server  # type: ignore[union-attr]
     with pytest.raises(RunError, match=r"llama-server has ended \(exit code 3\)"):
         opened.generate([13], max_new_tokens=2)
+    while opened.loop.error is None:  # type: ignore[union-attr]
+        time.sleep(0.01)
+    with pytest.raises(RunError, match=r"the engine (loop has failed|is closed)"):
+        opened.generate([20], max_new_tokens=2)
     opened.close()
     opened.close()
     assert not server.running
@@ -166,8 +134,6 @@ def test_a_server_that_ends_is_an_error_and_close_ends_it(program: Path, folder:
 
 
 def test_the_server_ends_with_its_owner(program: Path, tmp_path: Path) -> None:
-    import subprocess
-
     code = textwrap.dedent(f"""
         import os, sys
         from pathlib import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import llmopt
@@ -10,7 +11,6 @@ import pytest
 from llmopt.exporters.onnx import OnnxExporter
 from llmopt.optimizer.export import export_artifact
 from llmopt.optimizer.verify import verify
-from llmopt.runtime.ort.backend import OnnxBackend
 from llmopt.tests.onnx_models import export, save_family
 
 pytest.importorskip("onnx")
@@ -86,16 +86,56 @@ def test_scores(graph, torch_llm):
         assert found.logprobs[1:] == pytest.approx(expected.logprobs[1:], abs=1e-4)
 
 
-def test_long_prompts_run_in_pieces(graph, torch_llm):
-    backend: OnnxBackend = graph._backend
-    whole, backend.chunk = backend.chunk, 16
-    try:
-        prompt = " ".join(PROMPTS * 4)
-        found, score = graph.generate(prompt, max_new_tokens=5), graph.score(prompt)
-    finally:
-        backend.chunk = whole
-    assert found.token_ids == torch_llm.generate(prompt, max_new_tokens=5).token_ids
-    assert score.total == pytest.approx(torch_llm.score(prompt).total, abs=1e-2)
+def test_long_prompts_run_in_pieces(artifact, torch_llm, monkeypatch):
+    """By the scheduler's steps, and a call at a time where a step is longer than a call."""
+    prompt = " ".join(PROMPTS * 4)
+    expected, total = torch_llm.generate(prompt, max_new_tokens=5).token_ids, torch_llm.score(prompt).total
+    monkeypatch.setattr("llmopt.runtime.ort.runner.LOGIT_BYTES", 0)
+    monkeypatch.setattr("llmopt.runtime.ort.runner.SHORTEST", 16)
+    with llmopt.load(artifact, max_num_seqs=4) as llm:
+        assert len(llm.tokenizer.encode(prompt)) > 32
+        assert llm.generate([prompt, "a"], max_new_tokens=5)[0].token_ids == expected
+        assert llm.score(prompt).total == pytest.approx(total, abs=1e-2)
+        llm.runner.chunk = 5
+        assert llm.generate(prompt, max_new_tokens=5).token_ids == expected
+
+
+def test_requests_join_and_leave_while_others_run(graph, torch_llm):
+    """Each comes when the one before has begun; the batch is put together anew at each."""
+    from llmopt.runtime.engine.sampling_params import SamplingParams
+
+    graph.loop.start()
+    handles, readers = [], []
+    for number, prompt in enumerate(PROMPTS * 2):
+        params = SamplingParams(max_new_tokens=30 - 3 * number, temperature=0.0, ignore_eos=True)
+        handles.append(graph.loop.submit(graph.tokenizer.encode(prompt), params))
+        readers.append(iter(handles[-1]))
+        next(readers[-1])
+    found = [handle.result(60)[0].token_ids for handle in handles]
+    for number, (prompt, tokens) in enumerate(zip(PROMPTS * 2, found)):
+        assert tokens == torch_llm.generate(prompt, max_new_tokens=30 - 3 * number, ignore_eos=True).token_ids
+
+
+def test_a_step_that_fails_ends_its_culprit_alone(graph, torch_llm, monkeypatch):
+    session = graph.runner.session
+    run = session.run
+
+    def failing(ids, cache):
+        if any(list(row)[-1] == poison for row in ids):
+            raise RuntimeError("a poisonous token")
+        return run(ids, cache)
+
+    expected = torch_llm.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
+    poison = next(t for t in expected[3].token_ids[2:] if all(t not in one.token_ids for one in expected[:3]))
+    monkeypatch.setattr(session, "run", failing)
+    graph.loop.start()
+    from llmopt.runtime.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    handles = [graph.loop.submit(one.prompt_token_ids, params) for one in expected]
+    found = [handle.result(60)[0] for handle in handles]
+    assert [one.finish_reason for one in found] == ["length"] * 3 + ["error"]
+    assert [one.token_ids for one in found[:3]] == [one.token_ids for one in expected[:3]]
 
 
 def test_what_it_says_of_itself(graph, artifact):
@@ -128,7 +168,7 @@ def test_verify(artifact, tmp_path):
         ({"engine": "native"}, "does not run on engine 'native'"),
         ({"attention": "eager"}, "takes no option 'attention'"),
         ({"draft": {"kind": "ngram"}}, "takes no option 'draft'"),
-        ({"max_num_seqs": 4}, "the engine onnxruntime has no option 'max_num_seqs'"),
+        ({"max_batch": 4}, "the engine onnxruntime has no option 'max_batch'"),
         ({"dtype": "bfloat16"}, "computes in float32, not in bfloat16"),
         ({"device": "tpu"}, "has no device 'tpu'"),
     ],
@@ -147,9 +187,10 @@ def test_no_cuda(artifact):
         llmopt.load(artifact, device="cuda")
 
 
-def test_structured_output_needs_the_engine(graph):
-    with pytest.raises(llmopt.UsageError, match="needs the native engine"):
-        graph.generate("a", regex="[a-z]+", max_new_tokens=4)
+def test_structured_output(graph):
+    pytest.importorskip("llguidance")
+    found = graph.generate(PROMPTS[:2], regex="[a-c]{3}[0-9]", max_new_tokens=12)
+    assert all(re.fullmatch("[a-c]{3}[0-9]", one.text) for one in found)
 
 
 def test_a_graph_that_is_no_decoder(artifact, tmp_path):

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ...optimizer.errors import RunError
-from ...runtime.llamacpp.backend import LlamaCppBackend
 from ...runtime.llamacpp.open import placement
 from ...runtime.llamacpp.server import LlamaServer
+from ...runtime.llamacpp.slots import LlamaSlots
 from ...runtime.tokenizer_files import open_tokenizer
 from .exporter import FILE
 from .metadata import original_length, rope_parameters
@@ -38,13 +38,13 @@ def check_llama(module: Any, folder: Path, program: Path, rules: dict[str, Any])
     exact = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     arguments = ["-c", str(limit), "-np", "1", "--no-webui", *placement("cpu", {}), *exact]
     server = LlamaServer(program, folder / FILE, arguments)
-    backend = LlamaCppBackend(server, tokenizer, (), module.config.vocab_size, limit, 1)
+    slots = LlamaSlots(server, tokenizer, (), module.config.vocab_size, limit, 1)
     try:
         texts = check_tokens(server, tokenizer)
-        figures = compare(backend, module, tokenizer, tolerance(rules))
+        figures = compare(slots, module, tokenizer, tolerance(rules))
         log = server.log()
     finally:
-        backend.close()
+        slots.close()
     for warning in WARNINGS:
         if warning.lower() in log.lower():
             raise RunError(f"llama.cpp warns of it: {warning}", str(folder / FILE))
@@ -83,7 +83,7 @@ def check_tokens(server: LlamaServer, tokenizer: Any) -> int:
     return len(TEXTS)
 
 
-def compare(backend: LlamaCppBackend, module: Any, tokenizer: Any, limit: float) -> dict[str, Any]:
+def compare(slots: LlamaSlots, module: Any, tokenizer: Any, limit: float) -> dict[str, Any]:
     """Log-probabilities along the torch model's greedy texts, and whether llama.cpp would choose the same tokens.
 
     Where it chooses another, the torch model's two must be nearer to each other than `limit`.
@@ -95,7 +95,7 @@ def compare(backend: LlamaCppBackend, module: Any, tokenizer: Any, limit: float)
     for prompt in PROMPTS:
         tokens = list(tokenizer(prompt)["input_ids"])
         for token, logprobs in greedy(forward, tokens):
-            found = backend.forced(tokens, token, 1, 0)
+            found = slots.forced(tokens, token, 1, 0)
             chosen = found.top[0][0]
             differences.append(abs(found.logprob - float(logprobs[token])))
             if chosen != token:

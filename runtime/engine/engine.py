@@ -177,11 +177,7 @@ class Engine:
         started = self.clock()
         plan = scheduler.schedule()
         planned = self.clock()
-        for row in plan.rows:
-            request = scheduler.requests[row.request_id]
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = planned
-                counters.prompt_tokens_total += request.num_prompt_tokens
+        self._scheduled(plan, planned)
         if not plan.rows:
             if scheduler.has_work:
                 raise RunError("nothing can run although requests are there", where="scheduler")
@@ -201,24 +197,36 @@ class Engine:
             return
         results = self._collect(survived, logits)
         sampled = self.clock()
-        for result in results:
-            cut_and_read(result)
-            if result.num_drafts and result.error is None:
-                observe(self._drafter, result, counters)
-            if result.error is not None:
-                self._finish(result.request, "error", outputs, result.error)
-        scheduler.commit(survived, [result.tokens for result in results])
-        now = self.clock()
-        for row, result in zip(survived.rows, results):
-            if not result.request.finished:
-                self._report(row, result, now, outputs)
-        self._rate.close_step(now)
+        self._conclude(survived, results, outputs)
         timed(self._drafter, survived, self.clock() - began, started - began)
         counters.steps_total += 1
         counters.step_tokens = plan.total_tokens
         counters.draft_seconds = started - began
         counters.schedule_seconds, counters.execute_seconds = planned - started, executed - planned
         counters.sample_seconds, counters.output_seconds = sampled - executed, self.clock() - sampled
+
+    def _scheduled(self, plan: StepPlan, now: float) -> None:
+        """Note when each request was first in a plan."""
+        for row in plan.rows:
+            request = self.scheduler.requests[row.request_id]
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = now
+                self._counters.prompt_tokens_total += request.num_prompt_tokens
+
+    def _conclude(self, plan: StepPlan, results: Sequence[RowResult], outputs: list[RequestOutput]) -> None:
+        """Cut what each row of the plan brings, commit it, report it."""
+        for result in results:
+            cut_and_read(result)
+            if result.num_drafts and result.error is None:
+                observe(self._drafter, result, self._counters)
+            if result.error is not None:
+                self._finish(result.request, "error", outputs, result.error)
+        self.scheduler.commit(plan, [result.tokens for result in results])
+        now = self.clock()
+        for row, result in zip(plan.rows, results):
+            if not result.request.finished:
+                self._report(row, result, now, outputs)
+        self._rate.close_step(now)
 
     def _collect(self, plan: StepPlan, logits: Any) -> list[RowResult]:
         import torch

@@ -27,13 +27,16 @@ class Intake:
         capacity: int,
         eos_token_ids: Sequence[int],
         seed: int,
+        follow_grammars: bool = True,
     ) -> None:
+        """follow_grammars: compile structured output into matchers; without it, what samples has to follow them."""
         self.vocab_size, self.max_model_len, self.capacity = vocab_size, max_model_len, capacity
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._numbers = itertools.count()
         self._vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if tokenizer is not None else None
+        follow_grammars = follow_grammars and tokenizer is not None
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if follow_grammars else None
         self._lock = threading.Lock()
         """llguidance's compiler and its cache are used by one thread at a time."""
 

@@ -9,6 +9,7 @@ from ...optimizer.errors import RunError, UsageError, did_you_mean
 from .backend import LlamaCppBackend
 from .find import require_server
 from .server import LlamaServer
+from .slots import LlamaSlots
 
 if TYPE_CHECKING:
     from ..foreign import ForeignModel
@@ -43,8 +44,8 @@ def open_backend(model: ForeignModel, device: str, dtype: str, options: dict[str
     program = require_server(options.get("llama_server"))
     server = LlamaServer(program, files[0], arguments)
     model.note(f"llama.cpp: {program}, {slots} slots of {limit} tokens")
-    tokenizer, ends = model.tokenizer, model.eos_token_ids
-    return LlamaCppBackend(server, tokenizer, ends, model.config.get_text_config().vocab_size, limit, slots)
+    tokenizer, ends, vocab_size = model.tokenizer, model.eos_token_ids, model.config.get_text_config().vocab_size
+    return LlamaCppBackend(LlamaSlots(server, tokenizer, ends, vocab_size, limit, slots), tokenizer, ends)
 
 
 def placement(device: str, options: dict[str, Any]) -> list[str]:

@@ -36,7 +36,11 @@ class LlamaServer:
         """Start and wait until the model is loaded. Raises RunError with the server's last words."""
         self.model = model
         self._key = secrets.token_hex(16)
-        self._local = threading.local()
+        self._connections: dict[int, http.client.HTTPConnection] = {}
+        """One for each thread that asks."""
+        self._asking: dict[int, bool] = {}
+        """Threads that wait for an answer → whether they are interrupted."""
+        self._lock = threading.Lock()
         for attempt in range(ATTEMPTS):
             self._start(program, arguments)
             try:
@@ -85,16 +89,26 @@ class LlamaServer:
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON answer of a path; POST where there is a body. Raises RunError where there is none."""
+        me = threading.get_ident()
         try:
+            with self._lock:
+                self._asking[me] = False
             status, answer = self._request("GET" if body is None else "POST", path, body)
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
+            if self._asking[me]:
+                raise RunError("the request was broken off", str(self.model)) from None
             code = self._exit_code()
             if code is None:
                 raise RunError(f"llama-server does not answer ({error})", str(self.model)) from error
             raise RunError(
                 f"llama-server has ended (exit code {code}): {self._last_line()}", str(self.model)
             ) from error
+        finally:
+            with self._lock:
+                interrupted = self._asking.pop(me)
+            if interrupted:
+                self._disconnect()
         found = json.loads(answer) if answer else {}
         if status != 200:
             message = found.get("error", {}).get("message", found) if isinstance(found, dict) else found
@@ -102,20 +116,29 @@ class LlamaServer:
         return found
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
-        connection = getattr(self._local, "connection", None)
+        connection = self._connections.get(threading.get_ident())
         if connection is None:
             connection = http.client.HTTPConnection("127.0.0.1", self.port)
-            self._local.connection = connection
+            self._connections[threading.get_ident()] = connection
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
 
+    def interrupt(self, thread: threading.Thread) -> None:
+        """Break off what another thread waits for in `ask`, which then raises RunError; llama-server ends its work
+        when it sees the connection closed. Nothing happens where the thread does not wait."""
+        with self._lock:
+            connection = self._connections.get(thread.ident or 0)
+            if not self._asking.get(thread.ident or 0, True) and connection is not None and connection.sock is not None:
+                self._asking[thread.ident or 0] = True
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
     def _disconnect(self) -> None:
-        connection = getattr(self._local, "connection", None)
+        connection = self._connections.pop(threading.get_ident(), None)
         if connection is not None:
             connection.close()
-            self._local.connection = None
 
     def _exit_code(self) -> int | None:
         """Of the process, which may be just about to end; None where it runs on."""

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import UsageError, did_you_mean
 from .backend import OnnxBackend
+from .runner import OnnxRunner
 from .session import OnnxSession
 
 if TYPE_CHECKING:
     from ..foreign import ForeignModel
 
-OPTIONS = ("max_batch", "threads")
-"""max_batch: most prompts that run together. threads: of one operator."""
+OPTIONS = ("max_num_seqs", "max_model_len", "num_threads")
+"""max_num_seqs: sequences that run at once. max_model_len: most tokens of each. num_threads: of one operator."""
+SEQUENCES = 32
+CONTEXT = 2048
+"""Tokens of a sequence, where neither the model nor the graph limits them."""
 
 
 def open_backend(model: ForeignModel, device: str, dtype: str, options: dict[str, Any]) -> OnnxBackend:
@@ -27,7 +31,7 @@ def open_backend(model: ForeignModel, device: str, dtype: str, options: dict[str
         raise UsageError(
             f"the engine onnxruntime has no option {unknown[0]!r}", "load", did_you_mean(unknown[0], OPTIONS)
         )
-    threads = options.get("threads") or int(os.environ.get("OMP_NUM_THREADS") or 0)
+    threads = options.get("num_threads") or int(os.environ.get("OMP_NUM_THREADS") or 0)
     session = OnnxSession(model.folder, device, threads or None)
     held = session.element
     if dtype not in ("auto", held):
@@ -35,6 +39,7 @@ def open_backend(model: ForeignModel, device: str, dtype: str, options: dict[str
             f"the graph computes in {held}, not in {dtype}", str(model.folder), "Export it again with that dtype"
         )
     model.note(f"onnxruntime {session.library.__version__} on {', '.join(session.providers)}")
-    limits = [model.context_length, int(session.metadata.get("llmopt.context", 0)) or None]
-    context = min((limit for limit in limits if limit), default=None)
-    return OnnxBackend(session, model.tokenizer, model.eos_token_ids, context, options.get("max_batch") or 32)
+    graph = int(session.metadata.get("llmopt.context", 0))
+    limits = [limit for limit in (options.get("max_model_len"), model.context_length, graph) if limit]
+    runner = OnnxRunner(session, min(limits, default=CONTEXT), int(options.get("max_num_seqs") or SEQUENCES))
+    return OnnxBackend(runner, model.tokenizer, model.eos_token_ids)

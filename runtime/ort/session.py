@@ -101,11 +101,22 @@ class OnnxSession:
         ]
         return cache
 
-    def select(self, cache: OnnxCache, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch."""
-        index = list(rows)
-        cache.lengths, cache.mask = cache.lengths[index], cache.mask[index]
-        cache.past = [self._value(np.ascontiguousarray(value.numpy()[index])) for value in cache.past]
+    def join(self, parts: Sequence[tuple[OnnxCache, int, int]]) -> OnnxCache:
+        """A cache whose rows are rows of others: of each the cache, the row's number, and the tokens to keep of it."""
+        counts = np.array([count for _, _, count in parts], np.int64)
+        slots = int(counts.max())
+        room = slots if self.pads_left else -(-(slots + 1) // GROWTH) * GROWTH
+        past = []
+        for layer in range(len(self.past_names)):
+            held = {id(cache): cache.past[layer].numpy() for cache, _, _ in parts}
+            array = np.zeros((len(parts), self.kv_heads, room, self.head_dim), self.element)
+            for row, (cache, number, count) in enumerate(parts):
+                first = cache.mask.shape[1] - cache.lengths[number] if self.pads_left else 0
+                place = slice(room - count, room) if self.pads_left else slice(0, count)
+                array[row, :, place] = held[id(cache)][number][:, first : first + count]
+            past.append(self._value(array))
+        mask = (np.arange(room)[None, :] >= room - counts[:, None]).astype(np.int64)
+        return OnnxCache(counts, mask if self.pads_left else np.zeros((len(parts), 0), np.int64), past)
 
     def run(self, ids: Sequence[Sequence[int]], cache: OnnxCache) -> list[np.ndarray]:
         """Run each row's new tokens; float32 logits [new tokens of that row, vocab] of every row.
@@ -130,14 +141,15 @@ class OnnxSession:
     def _run_left(self, ids: Sequence[Sequence[int]], width: int, cache: OnnxCache) -> np.ndarray:
         tokens = np.array([[0] * (width - len(row)) + list(row) for row in ids], np.int64)
         fresh = np.array([[0] * (width - len(row)) + [1] * len(row) for row in ids], np.int64)
-        cache.mask = np.concatenate([cache.mask, fresh], axis=1)
-        positions = np.clip(np.cumsum(cache.mask, axis=1) - 1, 0, None)[:, -width:]
-        binding = self._binding(tokens, cache.mask, cache.past)
+        mask = np.concatenate([cache.mask, fresh], axis=1)
+        positions = np.clip(np.cumsum(mask, axis=1) - 1, 0, None)[:, -width:]
+        binding = self._binding(tokens, mask, cache.past)
         binding.bind_cpu_input("position_ids", np.ascontiguousarray(positions))
         for name in self.present_names:
             binding.bind_output(name, self.device, self.device_id)
         self.session.run_with_iobinding(binding)
         logits, *cache.past = binding.get_outputs()
+        cache.mask = mask
         return np.asarray(logits.numpy(), np.float32)
 
     def _run_right(self, ids: Sequence[Sequence[int]], width: int, cache: OnnxCache) -> np.ndarray:
