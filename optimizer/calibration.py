@@ -7,7 +7,7 @@ document, and nothing is padded. That needs no masks, and so works with every ar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -86,6 +86,13 @@ class Source(Protocol):
         """What the manifest says of the source."""
 
 
+class Further(Protocol):
+    """What adds sequences to those of a source."""
+
+    def sequences(self, given: Sequence[list[int]], head: list[int]) -> list[list[int]]:
+        """Further sequences. given: those of the source, each beginning with `head`. Raises RunError."""
+
+
 class TextSource:
     """A text file, or the shipped text under the name `default`: one document."""
 
@@ -110,14 +117,20 @@ class Calibration:
 
     source: where they come from; a string is the name of a text. The windows of a text are spread evenly over it. Each
     sequence begins with BOS where the tokenizer puts it in front of texts; chats begin as their template has it.
+    further: adds sequences to these.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, source: str | Source, num_samples: int, sequence_length: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: str | Source,
+        num_samples: int,
+        sequence_length: int,
+        further: Further | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.source: Source = TextSource(source) if isinstance(source, str) else source
-        self.num_samples, self.sequence_length = num_samples, sequence_length
+        self.num_samples, self.sequence_length, self.further = num_samples, sequence_length, further
 
     @cached_property
     def bos(self) -> BeginningOfSequence:
@@ -127,6 +140,14 @@ class Calibration:
 
     @cached_property
     def _sequences(self) -> list[list[int]]:
+        if self.further is None:
+            return self._given
+        head = [] if self.bos.token is None else [self.bos.token]
+        return sorted(self._given + self.further.sequences(self._given, head), key=len, reverse=True)
+
+    @cached_property
+    def _given(self) -> list[list[int]]:
+        """The sequences of the source."""
         head = [] if self.bos.token is None else [self.bos.token]
         length, budget = self.sequence_length - len(head), self.num_samples * self.sequence_length
         documents = self.source.documents(self._tokenizer, budget)
@@ -166,7 +187,8 @@ class Calibration:
     @property
     def shortfall(self) -> int:
         """Full sequences that were asked for and that the source was too short to give."""
-        return max(0, self.num_samples - -(-self.num_tokens // self.sequence_length))
+        given = sum(len(sequence) for sequence in self._given)
+        return max(0, self.num_samples - -(-given // self.sequence_length))
 
     def describe(self) -> dict[str, Any]:
         """What the manifest records: source, tokens, sequences, their hash, and how many begin with BOS, and why."""
@@ -177,6 +199,7 @@ class Calibration:
             "source": self.source.kind,
             **self.source.describe(),
             "num_samples": len(self._sequences),
+            **({} if self.further is None else {"self_samples": len(self._sequences) - len(self._given)}),
             "sequence_length": self.sequence_length,
             "num_tokens": self.num_tokens,
             "bos": starts == len(self._sequences),

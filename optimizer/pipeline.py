@@ -35,11 +35,12 @@ from .gates import judge
 from .manifest import GateRecord, Manifest, Note, PassRecord, SourceRecord, hash_files
 from .measure import prove_and_compare, source_figures
 from .memory_timeline import MemoryTimeline
-from .model import LoadedModel, SourceIdentity
+from .model import LoadedModel, ModelInfo, SourceIdentity
 from .pass_runner import PassRunner, materialize
 from .planning import Plan, make_plan
 from .recipe import EvaluateOptions, LoadedRecipe
 from .runtime_spec import RuntimeSpec
+from .self_text import Continuations
 from .source_model import load_source, open_source
 from .sources import describe
 from .workspace import Workspace
@@ -92,7 +93,7 @@ class Run:
     def _execute(self) -> Artifact:
         check_chain(self.loaded)
         self._check_out()
-        self.info = describe(self.source, self.settings.trust_remote_code)
+        self.info = self._describe()
         plan = make_plan(self.loaded, self.info)
         plan.raise_refusals()
         require_space(self.settings.out.parent, plan.bytes_after + 32 * 2**20, "The artifact")
@@ -118,6 +119,9 @@ class Run:
             temporary_sibling(out).rmdir()
         except OSError as error:
             raise UsageError(f"cannot be written: {error.strerror}", str(out), "Choose another --out") from None
+
+    def _describe(self) -> ModelInfo:
+        return describe(self.source, self.settings.trust_remote_code)
 
     def _load(self) -> LoadedModel:
         """The source: lazy where every stage can stream, or where memory does not hold it comfortably."""
@@ -166,7 +170,7 @@ class Run:
     def _context(self, model: LoadedModel, stage: str) -> Context:
         options = self.recipe.calibration
         samples, length = options.num_samples or 1, options.sequence_length or 2
-        calibration = Calibration(model.tokenizer, self.calibration_source, samples, length)
+        calibration = Calibration(model.tokenizer, self.calibration_source, samples, length, self._continuations)
         context = Context(self.info, calibration, self.recipe.seed, self.workdir, stage, self.settings.listener)
         context.notes, context.max_memory = self.notes, self.recipe.max_memory
         return context
@@ -174,9 +178,21 @@ class Run:
     @cached_property
     def calibration_source(self) -> Source:
         """Where calibration tokens come from; nothing is read before a pass asks for them."""
+        return make_source(self.recipe.calibration, self.source, self.recipe.seed, **self._writing)
+
+    @cached_property
+    def _continuations(self) -> Continuations | None:
+        """What the model adds to the calibration source."""
+        samples = self.recipe.calibration.self_samples
+        if not samples:
+            return None
+        return Continuations(self.source, seed=self.recipe.seed, num_samples=samples, **self._writing)
+
+    @property
+    def _writing(self) -> dict[str, Any]:
+        """Options of what the model writes itself."""
         cache = self.settings.cache_folder if self.settings.cache else None
-        trust = self.settings.trust_remote_code
-        return make_source(self.recipe.calibration, self.source, self.recipe.seed, cache, trust)
+        return {"cache": cache, "trust_remote_code": self.settings.trust_remote_code}
 
     def _run_passes(self, model: LoadedModel) -> LoadedModel:
         def cached(name: str) -> None:
@@ -190,6 +206,8 @@ class Run:
     def _key_base(self) -> dict[str, Any]:
         options = self.recipe.calibration
         calibration = [self.calibration_source.identity(), options.num_samples, options.sequence_length]
+        if self._continuations is not None:
+            calibration.append(self._continuations.identity())
         return {
             "source": self.source.sha256,
             "dtype": self.recipe.dtype,

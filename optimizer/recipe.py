@@ -45,6 +45,11 @@ class CalibrationOptions(Options):
         None, ge=1, description="Token sequences (of short documents: more, with as many tokens); none is 32."
     )
     sequence_length: int | None = Field(None, ge=2, description="Tokens a sequence; none is 512, for `self` 256.")
+    self_samples: int = Field(
+        0,
+        ge=0,
+        description="Further sequences, which the model itself writes, going on from excerpts of these.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> CalibrationOptions:
@@ -63,6 +68,8 @@ class CalibrationOptions(Options):
             useless = {key for key in useless if getattr(self, key) not in (None, "train")}
             if useless:
                 raise ValueError(f"`{min(useless)}` belongs to a dataset, not to source: {self.source}")
+        if self.source == "self" and self.self_samples:
+            raise ValueError("`self_samples` goes on from another source's text; with source: self say `num_samples`")
         samples, length = SIZES.get(self.source or "", (32, 512))
         self.num_samples, self.sequence_length = self.num_samples or samples, self.sequence_length or length
         return self

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.memory import available_memory
+from .calibration import LENGTH_STEP
 from .errors import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..runtime.llm import LLM
     from .model import SourceIdentity
 
 OPENINGS = (
@@ -32,6 +36,8 @@ VERSION = 1
 """Part of the key under which texts are kept; raised when the way they are written changes."""
 ROUNDS = 4
 SHORTEST = 16
+EXCERPT = 24
+"""Tokens of a given sequence that the model goes on from."""
 
 
 class SelfSource:
@@ -61,43 +67,22 @@ class SelfSource:
         return self._texts
 
     def identity(self) -> str:
-        from .environment import library_version
-
-        versions = [library_version(name) for name in ("llmopt", "torch", "transformers")]
         sizes = [self.num_samples, self.sequence_length, self.seed]
-        return json.dumps(["self", VERSION, self.source.sha256, self.engine, sizes, versions])
+        return json.dumps(["self", VERSION, self.source.sha256, self.engine, sizes, _made_by()])
 
     def describe(self) -> dict[str, Any]:
         return {"texts": len(self._texts), "temperature": 1.0, "top_p": TOP_P, "seed": self.seed}
 
     @cached_property
     def _texts(self) -> list[list[int]]:
-        place = None
-        if self.cache is not None:
-            place = self.cache / "calibration" / f"{sha256(self.identity().encode()).hexdigest()}.json"
-            kept = _read(place)
-            if kept is not None:
-                return kept
-        texts = self._write()
-        if place is not None:
-            _keep(place, texts)
-        return texts
+        return kept(self.cache, self.identity(), self._write)
 
     def _write(self) -> list[list[int]]:
-        from ..runtime.engine.sampling_params import SamplingParams
-        from ..runtime.llm import load
-
-        self._require_memory()
-        length, wanted = self.sequence_length, self.num_samples * self.sequence_length
-        with load(
-            self.source.folder,
-            engine=self.engine,  # type: ignore[arg-type]
-            trust_remote_code=self.trust_remote_code,
-            draft=False,
-        ) as llm:
+        wanted = self.num_samples * self.sequence_length
+        with opened(self.source, self.trust_remote_code, self.engine) as llm:
+            starts, length = openings(llm.tokenizer), self.sequence_length
             if llm.context_length is not None:
                 length = min(length, llm.context_length)
-            starts, ends = openings(llm.tokenizer), end_tokens(self.source.folder, llm.tokenizer)
             texts: list[list[int]] = []
             for number in range(ROUNDS):
                 missing = wanted - sum(map(len, texts))
@@ -105,21 +90,7 @@ class SelfSource:
                 if count <= 0:
                     break
                 prompts = [starts[(len(texts) + i) % len(starts)][: length - 1] for i in range(count)]
-                params = [
-                    SamplingParams(
-                        temperature=1.0,
-                        top_p=TOP_P,
-                        seed=(self.seed + 1_000_003 * number + i) % 2**63,
-                        max_new_tokens=length - len(prompt),
-                        ignore_eos=True,
-                        stop_token_ids=ends,
-                    )
-                    for i, prompt in enumerate(prompts)
-                ]
-                written = llm.generate(prompts, params)
-                assert isinstance(written, list)
-                new = [[*one.prompt_token_ids, *one.token_ids] for one in written]
-                texts += [text for text in new if len(text) >= min(SHORTEST, length)]
+                texts += write_texts(llm, self.source.folder, prompts, length, TOP_P, self.seed + 1_000_003 * number)
         if not texts:
             raise RunError(
                 f"the model ended each of its own texts within {SHORTEST} tokens",
@@ -128,19 +99,105 @@ class SelfSource:
             )
         return texts
 
-    def _require_memory(self) -> None:
-        """Writing needs all weights in memory at once, beside what the run holds of them."""
-        from ..runtime.weight_files import weight_files
 
-        size = sum(file.stat().st_size for file in weight_files(self.source.folder))
-        free = available_memory()
-        if size * 1.2 > free:
+class Continuations:
+    """Further sequences beside those of another source: the model goes on from excerpts of them.
+
+    Calibration text is short beside what learned rounding can fit to; the model's own text makes it longer, in the
+    model's own distribution (temperature 1, all tokens). Each of `num_samples` texts goes on from EXCERPT tokens out of
+    a given sequence, and is as long as the longest of these, or ends where the model ends it.
+    """
+
+    def __init__(
+        self,
+        source: SourceIdentity,
+        *,
+        seed: int,
+        num_samples: int,
+        cache: Path | None = None,
+        trust_remote_code: bool = False,
+        engine: str = "auto",
+    ) -> None:
+        self.source, self.seed, self.num_samples = source, seed, num_samples
+        self.cache, self.trust_remote_code, self.engine = cache, trust_remote_code, engine
+
+    def identity(self) -> str:
+        """What the texts depend on, beside the given sequences; for cache keys."""
+        return json.dumps(
+            ["continued", VERSION, self.source.sha256, self.engine, self.num_samples, self.seed, *_made_by()]
+        )
+
+    def sequences(self, given: Sequence[list[int]], head: list[int]) -> list[list[int]]:
+        """The texts, as many as asked for. given: token ids, each beginning with `head`. Raises RunError."""
+        flat = json.dumps([self.identity(), given])
+        return kept(self.cache, flat, lambda: self._write(given, head))
+
+    def _write(self, given: Sequence[list[int]], head: list[int]) -> list[list[int]]:
+        length, draw = max(map(len, given)), random.Random(self.seed)
+        prompts = []
+        for i in range(self.num_samples):
+            text = given[i % len(given)][len(head) :]
+            start = draw.randrange(max(1, len(text) - EXCERPT))
+            prompts.append([*head, *text[start : start + EXCERPT]][: length - 1])
+        with opened(self.source, self.trust_remote_code, self.engine) as llm:
+            texts = write_texts(llm, self.source.folder, prompts, length, 1.0, self.seed)
+        if not texts:
             raise RunError(
-                f"to write its own calibration text the model needs {size * 1.2 / 2**20:,.0f} MiB, and "
-                f"{free / 2**20:,.0f} MiB are available",
+                f"the model ended each of its own texts within {SHORTEST} tokens",
                 self.source.id,
-                "Give calibration.text, calibration.chat or calibration.dataset",
+                "Leave calibration.self_samples out",
             )
+        return [text[: len(text) - len(text) % LENGTH_STEP] if len(text) < length else text for text in texts]
+
+
+@contextmanager
+def opened(source: SourceIdentity, trust_remote_code: bool, engine: str) -> Iterator[LLM]:
+    """The model at `source` as it writes texts. Raises RunError where memory is short for it."""
+    from ..runtime.llm import load
+
+    _require_memory(source)
+    options: dict[str, Any] = {"engine": engine, "trust_remote_code": trust_remote_code, "draft": False}
+    with load(source.folder, **options) as llm:
+        yield llm
+
+
+def write_texts(
+    llm: LLM, folder: Path, prompts: Sequence[list[int]], length: int, top_p: float, seed: int
+) -> list[list[int]]:
+    """Prompts with what the model writes after them, token ids, `length` at most; without texts below SHORTEST."""
+    from ..runtime.engine.sampling_params import SamplingParams
+
+    ends = end_tokens(folder, llm.tokenizer)
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            top_p=top_p,
+            seed=(seed + i) % 2**63,
+            max_new_tokens=length - len(prompt),
+            ignore_eos=True,
+            stop_token_ids=ends,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    written = llm.generate(prompts, params)
+    assert isinstance(written, list)
+    new = [[*one.prompt_token_ids, *one.token_ids] for one in written]
+    return [text for text in new if len(text) >= min(SHORTEST, length)]
+
+
+def _require_memory(source: SourceIdentity) -> None:
+    """Writing needs all weights in memory at once, beside what the run holds of them."""
+    from ..runtime.weight_files import weight_files
+
+    size = sum(file.stat().st_size for file in weight_files(source.folder))
+    free = available_memory()
+    if size * 1.2 > free:
+        raise RunError(
+            f"to write its own calibration text the model needs {size * 1.2 / 2**20:,.0f} MiB, and "
+            f"{free / 2**20:,.0f} MiB are available",
+            source.id,
+            "Give calibration.text, calibration.chat or calibration.dataset",
+        )
 
 
 def openings(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -173,6 +230,25 @@ def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
 def _is_eos(token: int, tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the template puts this token behind turns by the name `eos_token`."""
     return token == tokenizer.eos_token_id and "eos_token" in template
+
+
+def _made_by() -> list[str | None]:
+    """Versions of the libraries that texts depend on."""
+    from .environment import library_version
+
+    return [library_version(name) for name in ("llmopt", "torch", "transformers")]
+
+
+def kept(cache: Path | None, identity: str, write: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """The texts of this identity: those kept below `cache`, or newly written ones, which are then kept there."""
+    if cache is None:
+        return write()
+    place = cache / "calibration" / f"{sha256(identity.encode()).hexdigest()}.json"
+    texts = _read(place)
+    if texts is None:
+        texts = write()
+        _keep(place, texts)
+    return texts
 
 
 def _read(place: Path) -> list[list[int]] | None:

@@ -21,7 +21,7 @@ from llmopt.optimizer.calibration import (
 from llmopt.optimizer.calibration_sources import ChatSource, DatasetSource
 from llmopt.optimizer.errors import RunError, UsageError
 from llmopt.optimizer.recipe import Recipe
-from llmopt.optimizer.self_text import OPENINGS, SelfSource, end_tokens, openings
+from llmopt.optimizer.self_text import EXCERPT, OPENINGS, Continuations, SelfSource, end_tokens, openings
 from llmopt.optimizer.sources import resolve
 
 from .conftest import build_tokenizer
@@ -308,6 +308,35 @@ def test_a_model_too_large_to_write_says_so(tiny_model: Path, tokenizer: Any, mo
     monkeypatch.setattr("llmopt.optimizer.self_text.available_memory", lambda: 1000)
     with pytest.raises(RunError, match=r"MiB are available.*calibration\.text"):
         Calibration(tokenizer, own(tiny_model), 4, 48).batches()
+
+
+def continued(folder: Path, cache: Path | None = None) -> Continuations:
+    return Continuations(resolve(str(folder)), seed=0, num_samples=3, cache=cache, engine="static")
+
+
+def test_the_model_goes_on_from_excerpts(
+    tiny_model: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.txt").write_text(WORDS * 40)
+    plain = Calibration(tokenizer, str(tmp_path / "t.txt"), 2, 48)
+    given = sequences(plain)
+    calibration = Calibration(tokenizer, str(tmp_path / "t.txt"), 2, 48, continued(tiny_model, tmp_path))
+    found = sequences(calibration)
+    added = [s for s in found if s not in given]
+    assert len(found) == 5 and len(added) == 3 and all(s in found for s in given)
+    head = 1 if calibration.bos.token is not None else 0
+    flat = [" ".join(map(str, s)) for s in given]
+    for text in added:
+        assert len(text) <= 48 and text[:head] == given[0][:head]
+        assert any(" ".join(map(str, text[head : head + EXCERPT])) in s for s in flat)
+        assert " ".join(map(str, text)) not in " ".join(flat)
+    said = calibration.describe()
+    assert (said["num_samples"], said["self_samples"]) == (5, 3) and "self_samples" not in plain.describe()
+    assert calibration.shortfall == 0 and said["sha256"] != plain.describe()["sha256"]
+    monkeypatch.setattr(Continuations, "_write", lambda *_: pytest.fail("written again"))
+    again = Calibration(tokenizer, str(tmp_path / "t.txt"), 2, 48, continued(tiny_model, tmp_path))
+    assert sequences(again) == found
+    assert sequences(Calibration(tokenizer, str(tmp_path / "t.txt"), 2, 48)) == given
 
 
 def test_openings_and_ends(tiny_model: Path, tokenizer: Any) -> None:
