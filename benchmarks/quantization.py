@@ -46,6 +46,8 @@ class Row:
     group: int = 64
     options: dict[str, Any] = field(default_factory=dict)
     passes: list[Any] = field(default_factory=list)
+    self_samples: int = 0
+    """Sequences that the model itself writes, beside those of the calibration text."""
 
     @property
     def grid(self) -> str:
@@ -58,6 +60,9 @@ class Row:
 
 SOURCE = "unquantized"
 BEST = {"method": "awq", "rounding": "gptq"}
+LEARNED = {"learn_steps": 128, "batch_tokens": 2048}
+OWN = 384
+"""Sequences of the model's own text in the rows that say so."""
 
 
 def ours(bits: int, group: int = 64) -> list[Row]:
@@ -69,7 +74,8 @@ def ours(bits: int, group: int = 64) -> list[Row]:
         Row("llmopt gptq, side by side", "llmopt", bits, group, {"method": "gptq", "true_sequential": False}),
         Row("llmopt awq", "llmopt", bits, group, {"method": "awq"}),
         Row("llmopt awq + gptq", "llmopt", bits, group, BEST),
-        Row("llmopt awq + gptq, learned", "llmopt", bits, group, {**BEST, "learn_steps": 200}),
+        Row("llmopt awq + gptq, learned", "llmopt", bits, group, {**BEST, **LEARNED}),
+        Row("llmopt awq + gptq, learned, own text", "llmopt", bits, group, {**BEST, **LEARNED}, self_samples=OWN),
     ]
 
 
@@ -80,6 +86,7 @@ def theirs(bits: int, group: int = 64) -> list[Row]:
         Row("llm-compressor gptq", "llmcompressor", bits, group, {"method": "gptq", "actorder": "static"}),
         Row("llm-compressor awq", "llmcompressor", bits, group, {"method": "awq"}),
         Row("AutoRound", "autoround", bits, group, {}),
+        Row("AutoRound, own text", "autoround", bits, group, {}, self_samples=OWN),
     ]
 
 
@@ -114,19 +121,28 @@ class Run:
         if args.output.exists():
             self.result = json.loads(args.output.read_text())
         self.result["about"].setdefault("commands", []).append(shlex.join(["python", *map(short, sys.argv)]))
-        self.tokens = self.work / "tokens.json"
 
     def save(self) -> None:
         self.args.output.write_text(json.dumps(self.result, indent=1) + "\n")
 
-    def write_tokens(self) -> None:
+    def tokens(self, row: Row) -> Path:
         """The calibration sequences that our pass sees, for the peers."""
         import transformers
         from llmopt.optimizer.calibration import Calibration
+        from llmopt.optimizer.self_text import Continuations
+        from llmopt.optimizer.sources import resolve
 
+        path = self.work / f"tokens_{self.args.samples}_{row.self_samples}.json"
+        if path.exists():
+            return path
+        further = None
+        if row.self_samples:
+            source = resolve(str(self.args.model))
+            further = Continuations(source, seed=0, num_samples=row.self_samples, cache=self.work / "cache")
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.args.model)
-        found = Calibration(tokenizer, str(self.args.calibration), self.args.samples, self.args.length)
-        self.tokens.write_text(json.dumps([batch[0].tolist() for batch in found.batches()]))
+        found = Calibration(tokenizer, str(self.args.calibration), self.args.samples, self.args.length, further)
+        path.write_text(json.dumps([batch[0].tolist() for batch in found.batches()]))
+        return path
 
     def recipe(self, row: Row) -> Path:
         options = {"symmetric": True, **row.options}
@@ -136,7 +152,7 @@ class Run:
             options.pop("symmetric")
         recipe = {
             "calibration": {"text": str(self.args.calibration), "num_samples": self.args.samples,
-                            "sequence_length": self.args.length},
+                            "sequence_length": self.args.length, "self_samples": row.self_samples},
             "passes": [*row.passes, {"quantize": options}],
             "evaluate": {"windows": 1, "window_length": 64, "prompts": ["The"], "new_tokens": 1, "speed": False},
         }  # fmt: skip
@@ -153,7 +169,7 @@ class Run:
                        "-m", str(self.args.model), "-o", str(out)]  # fmt: skip
             env = {**os.environ, "LLMOPT_CACHE_DIR": str(cache)}
         else:
-            job = {"model": str(self.args.model), "out": str(out), "tokens": str(self.tokens), "bits": row.bits,
+            job = {"model": str(self.args.model), "out": str(out), "tokens": str(self.tokens(row)), "bits": row.bits,
                    "group_size": row.group, "symmetric": True, "options": row.options}  # fmt: skip
             (self.work / "job.json").write_text(json.dumps(job))
             python = self.args.peers / row.kind / "bin/python"
@@ -192,7 +208,6 @@ class Run:
         self.save()
 
     def go(self, chosen: list[Row]) -> None:
-        self.write_tokens()
         done, windows = self.result["rows"], str(self.args.windows)
         waiting: dict[str, Path] = {}
         if windows not in done.setdefault(SOURCE, {"name": SOURCE}).get("quality", {}):
