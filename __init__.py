@@ -38,6 +38,7 @@ _NAMES = {
     "load": "runtime.llm",
     "optimize": "optimizer.api",
     "register": "optimizer.registry",
+    "tune": "optimizer.tune.tune",
 }
 _SUBPACKAGES = ("evaluation", "exporters", "optimizer", "passes", "runtime")
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .optimizer.recipe import Recipe
     from .optimizer.registry import register
     from .optimizer.runtime_spec import RuntimeSpec
+    from .optimizer.tune.tune import tune
     from .runtime.llm import LLM, Completion, load
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 ABSENT = "–"
@@ -65,3 +66,15 @@ def seconds(value: Any) -> str:
         return f"{found:.1f} s"
     minutes, rest = divmod(round(found), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+BY_UNIT: dict[str, Callable[[Any], str]] = {
+    "bytes": size,
+    "nats": short,
+    "share": lambda value: percent(value, 2),
+    "rise": lambda value: percent(value, 2, signed=True),
+    "ratio": times,
+    "plain": short,
+    "seconds": lambda value: f"{short(value)} s",
+}
+"""How a figure of each unit is written."""

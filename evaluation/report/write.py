@@ -19,6 +19,7 @@ KINDS = {
     "diff": "difference",
     "difference": "difference",
     "comparison": "comparison",
+    "search": "searched",
 }
 """Kind of data → the module of this package whose `page(data)` lays it out."""
 
@@ -34,7 +35,8 @@ def write_report(kind: str, data: dict[str, Any], path: str | Path) -> Path:
     """Write a report: one HTML file that loads nothing. An existing file is replaced, or stays whole.
 
     kind: "artifact" (a manifest, the content of llmopt.json), "evaluation" (what `llmopt eval --json` prints), "bench",
-    "diff" (a JSON object of figures and lists of records; see records.py) or "comparison" (see comparison.py).
+    "diff" (a JSON object of figures and lists of records; see records.py), "comparison" (see comparison.py) or "search"
+    (what `llmopt tune --json` prints).
     Raises UsageError for an unknown kind, MissingDependency without the extra `report`, RunError where the file cannot
     be written.
     """

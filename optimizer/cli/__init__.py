@@ -12,7 +12,7 @@ import click
 
 from ... import __version__
 from ..errors import LlmoptError
-from . import bench, catalog, compare, diff, doctor, eval, export, generate, inspect, optimize, report, serve
+from . import bench, catalog, compare, diff, doctor, eval, export, generate, inspect, optimize, report, serve, tune
 
 
 class Group(click.Group):
@@ -31,6 +31,7 @@ def cli() -> None:
 for command in (
     optimize.optimize,
     optimize.plan,
+    tune.tune,
     inspect.inspect,
     inspect.verify,
     report.report,

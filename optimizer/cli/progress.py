@@ -14,6 +14,7 @@ TITLES = {
     "reference": "measuring the source",
     "huggingface": "writing the artifact",
     "onnx": "writing the graph and proving it in a fresh process",
+    "look": "measuring it on a few windows",
     "prove": "reopening it in a fresh process and measuring it",
     "report": "drawing the report",
     "attribution": "finding the layers that hurt",

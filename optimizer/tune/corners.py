@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from ..chain import check_chain
@@ -58,9 +59,12 @@ class _Endless(Exception):
     """A domain whose values cannot be listed."""
 
 
-def check(space: Space) -> list[LoadedRecipe]:
-    """The valid recipes among the draws that were tried. Raises UsageError where a value stands in none of them."""
-    draws = every_draw(space, ALL) or _corners(space)
+def check(space: Space, parse: Callable[[Draw], LoadedRecipe] = parse) -> list[LoadedRecipe]:
+    """The valid recipes among the draws that were tried. Raises UsageError where a value stands in none of them.
+
+    parse: makes a draw a recipe, and may ask more of it than this module's.
+    """
+    draws = every_draw(space, ALL) or _many(space)
     recipes: list[LoadedRecipe] = []
     good: set[tuple[str, Any]] = set()
     errors: dict[tuple[str, Any], LlmoptError] = {}
@@ -89,14 +93,19 @@ def check(space: Space) -> list[LoadedRecipe]:
     return recipes
 
 
-def _corners(space: Space) -> list[Draw]:
-    """Each corner of each domain with the others at their first, and random draws beside them."""
+def corner_draws(space: Space) -> list[Draw]:
+    """Each corner of each domain with the others at their first, each draw once."""
     draws = [space.draw(lambda domain: domain.corners()[0])]
     for domain in space.domains.values():
         for value in domain.corners():
             draws.append(_towards(space, domain, value))
+    return list({draw.key: draw for draw in draws}.values())
+
+
+def _many(space: Space) -> list[Draw]:
+    """The corners, and random draws beside them."""
     generator = random.Random(0)
-    draws += [_random(space, generator, {}) for _ in range(ALL)]
+    draws = corner_draws(space) + [_random(space, generator, {}) for _ in range(ALL)]
     return list({draw.key: draw for draw in draws}.values())
 
 

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...evaluation.report.values import number, percent, ratio, short, size, times
+from ...evaluation.report.values import BY_UNIT, number, ratio
 
 Unit = Literal["bytes", "nats", "share", "rise", "ratio", "plain", "seconds"]
-SHOW: dict[str, Callable[[Any], str]] = {
-    "bytes": size,
-    "nats": short,
-    "share": lambda value: percent(value, 2),
-    "rise": lambda value: percent(value, 2, signed=True),
-    "ratio": times,
-    "plain": short,
-    "seconds": lambda value: f"{short(value)} s",
-}
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class Metric:
         return min(value, cached) if self.more else max(value, cached)
 
     def show(self, value: float | None) -> str:
-        return SHOW[self.unit](value)
+        return BY_UNIT[self.unit](value)
 
 
 METRICS = {

@@ -49,6 +49,19 @@ class Condition:
         beyond = value - self.limit if self.upper else self.limit - value
         return max(beyond / (abs(self.limit) or 1.0), 1e-9)
 
+    def beyond(self, value: float, margin: float) -> bool:
+        """Whether a rough figure is so far beyond the limit that the true one cannot hold it.
+
+        margin: the share by which a rough figure may be off; for one such as top-1 agreement, of what it lacks to 1.
+        """
+        if self.holds(value):
+            return False
+        if self.metric.unit == "share":
+            least, most = sorted((1 - value, 1 - self.limit))
+        else:
+            least, most = sorted((value, self.limit))
+        return most > least * (1 + margin)
+
     def __str__(self) -> str:
         return f"{self.metric.name} {self.op} {self.metric.show(self.limit)}"
 
@@ -83,6 +96,14 @@ class Target:
 
     def better(self, one: float, other: float) -> bool:
         return one > other if self.maximize else one < other
+
+    def violation(self, figures: Mapping[str, float]) -> float:
+        """How far the figures are beyond all limits together; see `Condition.violation`."""
+        return sum(limit.violation(figures.get(limit.metric.name)) for limit in self.limits)
+
+    def as_good_as(self, value: float) -> Condition:
+        """The limit that a figure of the deciding metric sets to those that are to be no worse."""
+        return Condition(self.metric, ">=" if self.maximize else "<=", value)
 
     def with_gates(self, gates: Gates) -> Target:
         """The target with a recipe's gates as further limits, so that the best recipe passes its own gates."""
