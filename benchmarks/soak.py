@@ -39,13 +39,17 @@ WORDS = TEXT.split()
 LIMITS = ("--max-model-len", "1024", "--request-timeout", "60")
 """So that a body that lost its max_tokens does not keep a slow machine busy for longer than a client waits."""
 MOST_GROWTH, MOST_BYTES = 0.03, 12 * 2**20
+PAUSE = 0.05
+"""Mean seconds between two scenarios of a worker."""
+ENGINE = ("--set", "kv_cache_memory=67108864", "--set", "max_num_seqs=16")
+OPTIONS = (*ENGINE, "--max-queue", "8", "--drain-timeout", "20", *LIMITS)
 
 
 class Soak:
     """Workers that each play one random scenario after the other until `stop` is set."""
 
-    def __init__(self, server: ServerProcess, seed: int) -> None:
-        self.server, self.seed = server, seed
+    def __init__(self, server: ServerProcess, seed: int, pause: float = PAUSE) -> None:
+        self.server, self.seed, self.pause = server, seed, pause
         self.stop = threading.Event()
         self.ending = threading.Event()
         """The server has been told to end: refused connections are expected from then on."""
@@ -69,7 +73,7 @@ class Soak:
                 self._fault(f"{scenario.__name__}: {error!r}")
             with self._lock:
                 self.outcomes[f"{scenario.__name__} {outcome}"] += 1
-            time.sleep(rng.expovariate(20))
+            self.stop.wait(rng.expovariate(1 / self.pause))
 
     def _fault(self, text: str) -> None:
         with self._lock:
@@ -213,11 +217,17 @@ def growth(samples: list[tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(quarters[1]), statistics.median(quarters[3])
 
 
-def soak(server: ServerProcess, minutes: float, workers: int, seed: int, reload_every: float) -> dict[str, Any]:
+def is_flat(second: float, last: float) -> bool:
+    return last <= second * (1 + MOST_GROWTH) + MOST_BYTES
+
+
+def soak(
+    server: ServerProcess, minutes: float, workers: int, seed: int, reload_every: float = 0, pause: float = PAUSE
+) -> dict[str, Any]:
     """Drive the traffic, stop it, look; then SIGTERM in the middle of new traffic. The report has `broken`."""
     server.request("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})
     before = server.wait_idle()["server_tasks"]
-    run, began = Soak(server, seed), time.monotonic()
+    run, began = Soak(server, seed, pause), time.monotonic()
     threads = [threading.Thread(target=run.work, args=(i,)) for i in range(workers)]
     threads.append(threading.Thread(target=run.watch, args=(began, reload_every)))
     [thread.start() for thread in threads]
@@ -234,7 +244,7 @@ def soak(server: ServerProcess, minutes: float, workers: int, seed: int, reload_
         "each sequence ended once": idle["sequences_accepted_total"] == idle["sequences_ended_total"],
         "all blocks free": idle["kv_blocks_free"] == idle["kv_blocks_total"],
         "no task left": idle["server_tasks"] <= before,
-        "memory flat": last <= second * (1 + MOST_GROWTH) + MOST_BYTES or bool(reload_every),
+        "memory flat": is_flat(second, last) or bool(reload_every),
         "ends on SIGTERM": ends_on_sigterm(server, run, workers),
     }
     return {
@@ -277,8 +287,7 @@ def main() -> int:
         keys = Path(folder) / "admin-keys"
         keys.write_text(ADMIN_KEY)
         model = arguments.model or tiny_model(Path(folder))
-        options = ["--admin-key-file", str(keys), "--set", "kv_cache_memory=67108864", "--set", "max_num_seqs=16"]
-        with ServerProcess(model, *options, "--max-queue", "8", "--drain-timeout", "20", *LIMITS) as server:
+        with ServerProcess(model, "--admin-key-file", str(keys), *OPTIONS) as server:
             report = soak(server, arguments.minutes, arguments.workers, arguments.seed, arguments.reload_every)
             log = server.log_text()
     if arguments.output:
