@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,17 @@ WHERE = "calibration.dataset"
 
 
 def make_source(
-    options: CalibrationOptions, model: SourceIdentity, seed: int, cache: Path | None, trust_remote_code: bool = False
+    options: CalibrationOptions,
+    model: SourceIdentity,
+    seed: int,
+    cache: Path | None,
+    trust_remote_code: bool = False,
+    progress: Callable[[int, int, float], None] | None = None,
 ) -> Source:
-    """The source that a recipe's calibration section names. cache: where texts that the model writes are kept."""
+    """The source that a recipe's calibration section names. cache: where texts that the model writes are kept.
+
+    progress: as the model writes, is told of texts written, of all texts, and of the seconds left.
+    """
     if options.source == "chat":
         return ChatSource(Path(options.chat or ""), seed)
     if options.source == "dataset":
@@ -50,6 +58,7 @@ def make_source(
             sequence_length=options.sequence_length or 2,
             cache=cache,
             trust_remote_code=trust_remote_code,
+            progress=progress,
         )
     return TextSource(options.text)
 

@@ -192,7 +192,12 @@ class Run:
     def _writing(self) -> dict[str, Any]:
         """Options of what the model writes itself."""
         cache = self.settings.cache_folder if self.settings.cache else None
-        return {"cache": cache, "trust_remote_code": self.settings.trust_remote_code}
+
+        def progress(done: int, total: int, left: float) -> None:
+            said = "the model writes calibration text"
+            self.settings.listener(Event("progress", "calibration", said, done, total, {"left": left}))
+
+        return {"cache": cache, "trust_remote_code": self.settings.trust_remote_code, "progress": progress}
 
     def _run_passes(self, model: LoadedModel) -> LoadedModel:
         def cached(name: str) -> None:

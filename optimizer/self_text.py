@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -36,8 +37,13 @@ VERSION = 1
 """Part of the key under which texts are kept; raised when the way they are written changes."""
 ROUNDS = 4
 SHORTEST = 16
+TOGETHER = 64
+"""Texts that are written at once, so that there is progress to tell."""
 EXCERPT = 24
 """Tokens of a given sequence that the model goes on from."""
+
+Progress = Callable[[int, int, float], None]
+"""Is told of texts written, of all texts, and of the seconds left."""
 
 
 class SelfSource:
@@ -59,9 +65,10 @@ class SelfSource:
         cache: Path | None = None,
         trust_remote_code: bool = False,
         engine: str = "auto",
+        progress: Progress | None = None,
     ) -> None:
         self.source, self.seed, self.num_samples, self.sequence_length = source, seed, num_samples, sequence_length
-        self.cache, self.trust_remote_code, self.engine = cache, trust_remote_code, engine
+        self.cache, self.trust_remote_code, self.engine, self.progress = cache, trust_remote_code, engine, progress
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[list[int]]:
         return self._texts
@@ -90,7 +97,8 @@ class SelfSource:
                 if count <= 0:
                     break
                 prompts = [starts[(len(texts) + i) % len(starts)][: length - 1] for i in range(count)]
-                texts += write_texts(llm, self.source.folder, prompts, length, TOP_P, self.seed + 1_000_003 * number)
+                seed = self.seed + 1_000_003 * number
+                texts += write_texts(llm, self.source.folder, prompts, length, TOP_P, seed, self.progress)
         if not texts:
             raise RunError(
                 f"the model ended each of its own texts within {SHORTEST} tokens",
@@ -117,9 +125,10 @@ class Continuations:
         cache: Path | None = None,
         trust_remote_code: bool = False,
         engine: str = "auto",
+        progress: Progress | None = None,
     ) -> None:
         self.source, self.seed, self.num_samples = source, seed, num_samples
-        self.cache, self.trust_remote_code, self.engine = cache, trust_remote_code, engine
+        self.cache, self.trust_remote_code, self.engine, self.progress = cache, trust_remote_code, engine, progress
 
     def identity(self) -> str:
         """What the texts depend on, beside the given sequences; for cache keys."""
@@ -140,7 +149,7 @@ class Continuations:
             start = draw.randrange(max(1, len(text) - EXCERPT))
             prompts.append([*head, *text[start : start + EXCERPT]][: length - 1])
         with opened(self.source, self.trust_remote_code, self.engine) as llm:
-            texts = write_texts(llm, self.source.folder, prompts, length, 1.0, self.seed)
+            texts = write_texts(llm, self.source.folder, prompts, length, 1.0, self.seed, self.progress)
         if not texts:
             raise RunError(
                 f"the model ended each of its own texts within {SHORTEST} tokens",
@@ -162,7 +171,13 @@ def opened(source: SourceIdentity, trust_remote_code: bool, engine: str) -> Iter
 
 
 def write_texts(
-    llm: LLM, folder: Path, prompts: Sequence[list[int]], length: int, top_p: float, seed: int
+    llm: LLM,
+    folder: Path,
+    prompts: Sequence[list[int]],
+    length: int,
+    top_p: float,
+    seed: int,
+    progress: Progress | None = None,
 ) -> list[list[int]]:
     """Prompts with what the model writes after them, token ids, `length` at most; without texts below SHORTEST."""
     from ..runtime.engine.sampling_params import SamplingParams
@@ -179,9 +194,15 @@ def write_texts(
         )
         for i, prompt in enumerate(prompts)
     ]
-    written = llm.generate(prompts, params)
-    assert isinstance(written, list)
-    new = [[*one.prompt_token_ids, *one.token_ids] for one in written]
+    new: list[list[int]] = []
+    began = time.monotonic()
+    for start in range(0, len(prompts), TOGETHER):
+        chunk = slice(start, start + TOGETHER)
+        written = llm.generate(prompts[chunk], params[chunk])
+        assert isinstance(written, list)
+        new += [[*one.prompt_token_ids, *one.token_ids] for one in written]
+        if progress is not None:
+            progress(len(new), len(prompts), (time.monotonic() - began) / len(new) * (len(prompts) - len(new)))
     return [text for text in new if len(text) >= min(SHORTEST, length)]
 
 

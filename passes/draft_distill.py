@@ -166,7 +166,7 @@ class Distillation:
         for number in range(self.checkpoint.done, rounds):
             made = writer.round(number, ROUND)
             self.checkpoint.commit(made.as_tensors(), {"round": number})
-            self.context.progress(number + 1, rounds, f"the model writes texts, {self._left()}")
+            self.context.progress(number + 1, rounds, "the model writes texts", left=self._left())
         return [Texts.of(load_file(path)) for path in self.checkpoint.files[:rounds]]
 
     def _train(self, student: Any, rounds: list[Texts], schedule: Schedule) -> dict[str, Any]:
@@ -187,9 +187,8 @@ class Distillation:
             live = self.checkpoint.next_live()
             _save_state(live, parameters, optimizer)
             self.checkpoint.commit({"step": torch.tensor([done])}, curve[-1:], live)
-            self.context.progress(
-                done, schedule.steps, f"distilling, loss {curve[-1][1]:.3f}, {self._left()}", loss=curve[-1][1]
-            )
+            said = f"distilling, loss {curve[-1][1]:.3f}"
+            self.context.progress(done, schedule.steps, said, loss=curve[-1][1], left=self._left())
         after = {"agreement": agreement(student, head, held), "loss": self._loss(student, head, held)}
         return {
             "layers": schedule.layers,
@@ -247,8 +246,9 @@ class Distillation:
             shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(self.checkpoint.folder, ignore_errors=True)
 
-    def _left(self) -> str:
-        return f"{max(0.0, self.budget - (self.clock() - self.began)) / 60:.1f} minutes left"
+    def _left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.budget - (self.clock() - self.began))
 
 
 def _generator(seed: int) -> torch.Generator:

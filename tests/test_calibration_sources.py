@@ -21,7 +21,7 @@ from llmopt.optimizer.calibration import (
 from llmopt.optimizer.calibration_sources import ChatSource, DatasetSource
 from llmopt.optimizer.errors import RunError, UsageError
 from llmopt.optimizer.recipe import Recipe
-from llmopt.optimizer.self_text import EXCERPT, OPENINGS, Continuations, SelfSource, end_tokens, openings
+from llmopt.optimizer.self_text import EXCERPT, OPENINGS, Continuations, Progress, SelfSource, end_tokens, openings
 from llmopt.optimizer.sources import resolve
 
 from .conftest import build_tokenizer
@@ -310,8 +310,8 @@ def test_a_model_too_large_to_write_says_so(tiny_model: Path, tokenizer: Any, mo
         Calibration(tokenizer, own(tiny_model), 4, 48).batches()
 
 
-def continued(folder: Path, cache: Path | None = None) -> Continuations:
-    return Continuations(resolve(str(folder)), seed=0, num_samples=3, cache=cache, engine="static")
+def continued(folder: Path, cache: Path | None = None, progress: Progress | None = None) -> Continuations:
+    return Continuations(resolve(str(folder)), seed=0, num_samples=3, cache=cache, engine="static", progress=progress)
 
 
 def test_the_model_goes_on_from_excerpts(
@@ -320,8 +320,12 @@ def test_the_model_goes_on_from_excerpts(
     (tmp_path / "t.txt").write_text(WORDS * 40)
     plain = Calibration(tokenizer, str(tmp_path / "t.txt"), 2, 48)
     given = sequences(plain)
-    calibration = Calibration(tokenizer, str(tmp_path / "t.txt"), 2, 48, continued(tiny_model, tmp_path))
+    monkeypatch.setattr("llmopt.optimizer.self_text.TOGETHER", 2)
+    told: list[tuple[int, int, float]] = []
+    further = continued(tiny_model, tmp_path, lambda *news: told.append(news))
+    calibration = Calibration(tokenizer, str(tmp_path / "t.txt"), 2, 48, further)
     found = sequences(calibration)
+    assert [news[:2] for news in told] == [(2, 3), (3, 3)] and told[0][2] > told[1][2] == 0
     added = [s for s in found if s not in given]
     assert len(found) == 5 and len(added) == 3 and all(s in found for s in given)
     head = 1 if calibration.bos.token is not None else 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import llmopt
 import pytest
 import yaml
+from llmopt.optimizer.cli.progress import PlainListener, RichListener
+from llmopt.optimizer.events import Event
 from llmopt.optimizer.recipe import shipped
 
 FAST = ["evaluate.windows=2", "evaluate.window_length=64", "evaluate.speed=false", "evaluate.new_tokens=6"]
@@ -216,3 +220,18 @@ def test_json_log(tiny_model, tmp_path):
     )
     events = [json.loads(line) for line in result.stderr.splitlines()]
     assert events[0]["kind"] == "run_started" and events[-1]["kind"] == "run_finished"
+
+
+@pytest.mark.parametrize("listener", [PlainListener, RichListener])
+def test_time_left_is_the_events_own_where_it_has_one(listener: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("llmopt.optimizer.cli.progress.time.monotonic", lambda: now[0])
+    said: list[str] = []
+    monkeypatch.setattr("llmopt.optimizer.cli.progress.duration", lambda seconds: said.append(f"{seconds:g}") or "x")
+    opened: Any = contextlib.nullcontext(listener()) if listener is PlainListener else listener()
+    with opened as heard:
+        heard(Event("stage_started", "quantize"))
+        for seconds, step, total, data in ((60, 1, 2, {"left": 77.0}), (60, 2, 2, {"left": 0.0}), (10, 1, 5, {})):
+            now[0] += seconds
+            heard(Event("progress", "quantize", "", step, total, data))
+    assert said == ["77", "0", "40"]

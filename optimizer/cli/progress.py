@@ -11,6 +11,7 @@ from ..events import Event, Listener, json_lines, silent
 
 TITLES = {
     "load": "loading the source",
+    "calibration": "writing calibration text",
     "reference": "measuring the source",
     "huggingface": "writing the artifact",
     "onnx": "writing the graph and proving it in a fresh process",
@@ -48,6 +49,16 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def seconds_left(event: Event, started: float, now: float) -> float:
+    """What a progress event says itself (`data["left"]`, in seconds), or by the pace of its steps since `started`.
+
+    Listeners begin to count anew after an event that says it itself: its steps are not those that follow.
+    """
+    assert event.step and event.total
+    said = event.data.get("left")
+    return (now - started) / event.step * (event.total - event.step) if said is None else float(said)
+
+
 class PlainListener:
     """One line a stage and a note, and a line of progress every few seconds."""
 
@@ -67,10 +78,16 @@ class PlainListener:
             self._print(f"{title}: done ({took})")
         elif event.kind == "note":
             self._print(f"{title}: {event.data.get('note', 'note')}: {event.message}")
-        elif event.kind == "progress" and event.step and event.total and now - self.shown >= self.interval:
+        elif event.kind == "progress" and event.step and event.total:
+            self._progress(event, title, now)
+
+    def _progress(self, event: Event, title: str, now: float) -> None:
+        if now - self.shown >= self.interval:
             self.shown = now
-            left = (now - self.started) / event.step * (event.total - event.step)
+            left = seconds_left(event, self.started, now)
             self._print(f"  {title} {event.step}/{event.total}, {duration(left)} left. {event.message}".rstrip())
+        if "left" in event.data:
+            self.started = now
 
     def _print(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -107,7 +124,9 @@ class RichListener:
             self.started = time.monotonic()
             self.task = self.progress.add_task(title, total=None, left="")
         elif event.kind == "progress" and self.task is not None and event.step and event.total:
-            left = (time.monotonic() - self.started) / event.step * (event.total - event.step)
+            left = seconds_left(event, self.started, time.monotonic())
+            if "left" in event.data:
+                self.started = time.monotonic()
             text = f"{duration(left)} left  {event.message}"
             self.progress.update(self.task, completed=event.step, total=event.total, left=text)
         elif event.kind == "stage_finished":
