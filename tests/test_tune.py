@@ -17,12 +17,16 @@ from llmopt.optimizer.cli import cli
 from llmopt.optimizer.errors import MissingDependency, RunError, UsageError
 from llmopt.optimizer.recipe import Gates
 from llmopt.optimizer.tune.best import best_of, gates_of, nearest
+from llmopt.optimizer.tune.corners import check, corner_draws, parse
 from llmopt.optimizer.tune.journal import Trial
 from llmopt.optimizer.tune.search import Search
+from llmopt.optimizer.tune.space import Space
 from llmopt.optimizer.tune.target import parse_target
 from llmopt.optimizer.tune.trial import TrialRun
+from llmopt.optimizer.yaml_source import parse_yaml
 
 pytestmark = pytest.mark.skipif(find_spec("optuna") is None, reason="the extra tune is not installed")
+ROOT = Path(__file__).resolve().parent.parent
 EVALUATE = {"windows": 4, "window_length": 64, "new_tokens": 4, "prompts": ["The capital"]}
 BITS = "passes.0.quantize.bits"
 
@@ -46,14 +50,17 @@ def in_process(monkeypatch):
 @pytest.fixture
 def stubbed(monkeypatch):
     """Trials whose figures follow from what they drew, without a model. Returns what every trial ran, in order; the
-    numbers in `fail` fail, and `stop` is the one at which the user presses Ctrl-C."""
-    seen = SimpleNamespace(runs=[], fail={}, stop=None)
+    numbers in `fail` fail, and `stop` is the one at which the user presses Ctrl-C. Each takes 10 s of a made-up clock.
+    """
+    seen = SimpleNamespace(runs=[], fail={}, stop=None, now=1000.0)
+    monkeypatch.setattr("llmopt.optimizer.tune.search.time", SimpleNamespace(monotonic=lambda: seen.now))
 
     def execute(self):
         options = self.loaded.recipe.passes[0].options
         if len(seen.runs) == seen.stop:
             raise KeyboardInterrupt
         seen.runs.append(options)
+        seen.now += 10.0
         if error := seen.fail.get(options["bits"]):
             raise error
         self.settings.out.mkdir()
@@ -80,7 +87,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def searched(tiny_model, tmp_path, in_process):
     """A search by the command line: 8 bits meet the target, 4 bits meet it and are smaller, 3 bits do not."""
-    text = (Path(__file__).parent.parent / "data" / "calibration.txt").read_text(encoding="utf-8")
+    text = (ROOT / "data" / "calibration.txt").read_text(encoding="utf-8")
     (tmp_path / "my.txt").write_text(text[40_000:50_000])
     given = {**space(), "evaluate": {**EVALUATE, "text": "my.txt"}}
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(given))
@@ -145,9 +152,9 @@ def test_what_cannot_beat_the_best_is_measured_only_for_the_front(tiny_model, tm
 
 WIDE = {
     "method": {"choice": ["rtn", "hqq"]},
-    "bits": {"int": [2, 8]},
+    "bits": {"int": [3, 8]},
     "group_size": {"choice": [32, 64]},
-    "scale_search": {"int": [0, 20], "step": 5, "when": {"method": "rtn"}},
+    "scale_search": {"choice": [0, 10], "when": {"method": "rtn"}},
 }
 TARGET = "min size where mean_kl < 0.05"
 
@@ -173,6 +180,14 @@ def test_a_search_that_was_stopped_goes_on_as_if_it_had_not_been(tiny_model, tmp
     assert [row["number"] for row in rows(stopped.out)] == list(range(22)) and len(stubbed.runs) == 14 + 22 - 13
 
 
+def test_the_budget_has_room_for_whole_trials_and_counts_what_was_spent(tiny_model, tmp_path, stubbed):
+    given = space(bits={"int": [2, 8]})
+    first = tune(tiny_model, tmp_path, "min size", given, budget="35s", front=True)
+    assert (first.ended, len(first.trials), first.data["seconds"]) == ("budget", 3, 30.0)
+    assert len(tune(tiny_model, tmp_path, "min size", given, budget="35s", front=True).trials) == 3
+    assert len(tune(tiny_model, tmp_path, "min size", given, budget="1m", front=True).trials) == 6
+
+
 def test_trials_that_fail_are_recorded_and_the_search_goes_on(tiny_model, tmp_path, stubbed):
     stubbed.fail = {8: RunError("a module broke", "model.layers.0"), 4: UsageError("no such file")}
     tuned = tune(tiny_model, tmp_path, "min size", space())
@@ -184,13 +199,16 @@ def test_trials_that_fail_are_recorded_and_the_search_goes_on(tiny_model, tmp_pa
 
     stubbed.fail = {bits: RunError("the disk is full") for bits in range(2, 9)}
     with pytest.raises(RunError, match="5 trials in a row failed, the last one so: the disk is full"):
-        tune(tiny_model, tmp_path / "stuck", "min size", space(**WIDE))
+        tune(tiny_model, tmp_path / "stuck", "min size", space(bits={"int": [2, 8]}))
 
 
 def test_a_target_that_no_trial_meets_names_the_nearest(tiny_model, tmp_path, stubbed):
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(space()))
     arguments = ["tune", "-m", str(tiny_model), "-s", str(tmp_path / "space.yaml"), "-o", str(tmp_path / "out")]
     arguments += ["-t", "min size where mean_kl < 0.001", "--cache-dir", str(tmp_path / "cache"), "--no-report"]
+    stubbed.stop = 1
+    assert CliRunner().invoke(cli, arguments).exit_code == 130 and len(rows(tmp_path / "out")) == 1
+    stubbed.stop = None
     result = CliRunner().invoke(cli, arguments)
     assert isinstance(result.exception, RunError) and result.exception.exit_code == 1
     for said in ("none of 3 trials", "trial 0: mean_kl 0.004297, not mean_kl < 0.001", "trial 1: mean_kl 0.06875"):
@@ -200,6 +218,14 @@ def test_a_target_that_no_trial_meets_names_the_nearest(tiny_model, tmp_path, st
     found = json.loads(again.output)
     assert found["best"] is None and [t["misses"] for t in found["trials"]] == [["mean_kl < 0.001"]] * 3
     assert len(stubbed.runs) == 3  # what is written down is not run again
+
+
+def test_the_spaces_of_example_and_documentation_are_valid():
+    text = (ROOT / "docs" / "tune.md").read_text(encoding="utf-8")
+    documented = text.split("```yaml\n")[1].split("```")[0]
+    assert len(check(Space.load(ROOT / "examples" / "tune.yaml"))) == 12
+    recipes = [parse(draw).recipe for draw in corner_draws(Space(parse_yaml(documented, "tune.md")))]
+    assert {len(recipe.passes) for recipe in recipes} == {1, 2} and len(recipes) == 7
 
 
 @pytest.mark.parametrize(

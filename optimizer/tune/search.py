@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class Search:
     def best(self) -> Trial | None:
         return best_of(self.target, self.trials)
 
-    def run(self, journal: Journal, clock: Callable[[], float] = time.monotonic) -> str:
+    def run(self, journal: Journal) -> str:
         """Try draws until something ends the search; returns what: budget, trials, space, idle or interrupted.
 
         What the journal holds counts as done. Raises the error of a source that cannot be measured, and RunError where
@@ -105,13 +105,13 @@ class Search:
         """
         self.trials = journal.trials
         spent = self.trials[-1].elapsed if self.trials else 0.0
-        budget = Budget(self.settings.seconds, spent, clock)
+        budget = Budget(self.settings.seconds, spent, time.monotonic)
         try:
             while (ended := self._ended(budget)) is None:
                 draw = self.proposer.next(self.trials)
                 if draw is None:
                     return "space"
-                journal.append(self._timed(draw, budget, clock))
+                journal.append(self._timed(draw, budget))
                 self._told(self.trials[-1])
             return ended
         except SourceError as error:
@@ -134,10 +134,10 @@ class Search:
             raise RunError(f"{STUCK} trials in a row failed, the last one so: {last[-1].reason}", "tune")
         return None
 
-    def _timed(self, draw: Draw, budget: Budget, clock: Callable[[], float]) -> Trial:
-        start, reference = clock(), self.shared.seconds
+    def _timed(self, draw: Draw, budget: Budget) -> Trial:
+        start, reference = time.monotonic(), self.shared.seconds
         trial = self._attempt(len(self.trials), draw)
-        seconds = clock() - start - (self.shared.seconds - reference)
+        seconds = time.monotonic() - start - (self.shared.seconds - reference)
         return replace(trial, seconds=round(max(0.0, seconds), 3), elapsed=round(budget.spent, 3))
 
     def _attempt(self, number: int, draw: Draw) -> Trial:

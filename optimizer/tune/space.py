@@ -111,7 +111,7 @@ class Space:
         if isinstance(space, dict):
             import yaml
 
-            return cls(parse_yaml(yaml.safe_dump(space, sort_keys=False), "<python>"))
+            return cls(parse_yaml(yaml.safe_dump({"name": "tuned", **space}, sort_keys=False), "<python>"))
         if not Path(space).is_file():
             raise UsageError("no such file", str(space), "Name a YAML file with the search space")
         return cls(read_yaml(Path(space)))
