@@ -58,12 +58,12 @@ def examine_foreign(folder: Path, reference: Path | None, settings: ProofSetting
 def _unanswered(folder: Path, reason: str) -> dict[str, Any]:
     """What is returned of an artifact that nothing here runs: its files are sound, and it is said why it gave no
     answer. Raises RunError where a file is not sound."""
+    from ..runtime.foreign import weight_bytes
     from ..runtime.open import check_folder
     from .memory import peak_rss
     from .proof import environment
 
     checked = check_folder(folder)
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".gguf", ".onnx", ".data"))
     note = {"stage": "prove", "kind": "fallback", "message": f"the artifact was not run: {reason}"}
     certificate = {
         "files_verified": len(checked.hashes),
@@ -73,5 +73,5 @@ def _unanswered(folder: Path, reason: str) -> dict[str, Any]:
         "samples": [],
     }
     nothing = dict.fromkeys(("perplexity", "divergence", "histogram", "cached", "speed"))
-    memory = {"weight_bytes": size, "peak_rss": peak_rss()}
+    memory = {"weight_bytes": weight_bytes(folder), "peak_rss": peak_rss()}
     return {**nothing, "memory": memory, "load_seconds": 0.0, "certificate": certificate}

@@ -12,6 +12,7 @@ from pydantic import Field
 from ..optimizer.base import Context, Exporter, Options, PlanItem
 from ..optimizer.errors import RunError
 from ..runtime.open import quiet_transformers
+from .companions import CARRIED, carry
 from .libraries import format_name
 from .torchao import add_metadata
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
     from ..optimizer.model import LoadedModel, ModelInfo
     from ..runtime.kernels.packed import QuantScheme
-
-CARRIED = ("*.py", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files of the source that transformers' own saving may leave out."""
 
 
 class HuggingFaceExporter(Exporter):
@@ -87,10 +85,7 @@ class HuggingFaceExporter(Exporter):
             model.generation_config.save_pretrained(directory)
         if quantization is not None and by_gptq:
             write_twin(quantization, directory)
-        for pattern in CARRIED:
-            for file in model.source.folder.glob(pattern):
-                if file.is_file() and not (directory / file.name).exists():
-                    shutil.copy2(file, directory / file.name)
+        carry(model.source.folder, directory, ("*.py", *CARRIED))
         _carry_draft(model, directory)
         _require_files(model, directory)
         return {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..evaluation.proof import prove
 from ..runtime.artifact import verify_files
+from ..runtime.foreign import WEIGHTS
 from ..runtime.weight_files import weight_files
 from .artifact import Artifact
 from .base import Context, Exporter
@@ -207,5 +208,5 @@ def _quality_note(details: dict[str, Any]) -> Note:
 
 def data_files(folder: Path) -> list[Path]:
     """The files that hold weights, in whatever format."""
-    suffixes = {".safetensors", ".onnx", ".data", ".gguf"}
+    suffixes = {".safetensors", *WEIGHTS}
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in suffixes)

@@ -30,6 +30,8 @@ FORMATS: dict[str, tuple[str, str]] = {
     "gguf": ("*.gguf", ".llamacpp.open"),
 }
 """Format → (pattern of the file that its folders have, module that opens it)."""
+WEIGHTS = (".onnx", ".onnx_data", ".data", ".gguf")
+"""Suffixes of the files that hold weights."""
 ENGINES = {"onnx": ("onnxruntime",), "gguf": ("llamacpp",)}
 """Format → names by which `load` may be asked for its engine, besides the format's own."""
 
@@ -49,6 +51,11 @@ def why_not_runnable(folder: Path) -> str:
     from .llamacpp.find import find_server
 
     return "" if find_server() is not None else "there is no llama-server here"
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the files that hold the weights."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHTS)
 
 
 def written_folder(path: str | Path) -> Path | None:
@@ -110,8 +117,7 @@ class ForeignModel:
 
     def weight_bytes(self) -> int:
         """Bytes of the files that hold the weights."""
-        suffixes = {".onnx", ".data", ".gguf"}
-        return sum(path.stat().st_size for path in self.folder.iterdir() if path.suffix in suffixes)
+        return weight_bytes(self.folder)
 
     def note(self, message: str, kind: str = "note") -> None:
         self.notes.append({"stage": "load", "kind": kind, "message": message})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .conftest import ROOT, build_tokenizer
+from .tiny_families import llama3_rope, make_family
 
 VOCAB = 640
 COMMON: dict[str, Any] = {
@@ -13,28 +14,23 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.3,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
     "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i / 5 for i in range(8)],
 }  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "bpe"),
-    "mistral": ("Mistral", {"sliding_window": None}, "spm"),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}, "bpe"),
-    "qwen3": ("Qwen3", {}, "bpe"),
-    "gemma2": ("Gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 16}, "gemma"),
-    "gemma3": ("Gemma3", {"sliding_window": 32, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}, "gemma"),
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({"rope_parameters": llama3_rope(8.0), "tie_word_embeddings": True}, "bpe"),
+    "mistral": ({"sliding_window": None}, "spm"),
+    "qwen2": ({"tie_word_embeddings": True}, "bpe"),
+    "qwen3": ({}, "bpe"),
+    "gemma2": ({"sliding_window": 32, "query_pre_attn_scalar": 16}, "gemma"),
+    "gemma3": ({"sliding_window": 32, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}, "gemma"),
     "phi3": (
-        "Phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256, "max_position_embeddings": 512},
         "spm",
     ),
 }
-"""Name → (prefix of the classes, changes of the config, tokenizer)."""
+"""Name → changes of the config, tokenizer."""
 
 
 def spm_tokenizer(prefix: bool) -> Any:
@@ -72,13 +68,9 @@ def spm_tokenizer(prefix: bool) -> Any:
 def save_family(name: str, folder: Path, dtype: str = "bfloat16", **changes: Any) -> Path:
     """A random model of the family, whose norms are not ones, saved with its tokenizer."""
     import torch
-    import transformers
 
-    prefix, own, kind = FAMILIES[name]
-    config_class = getattr(transformers, "Gemma3TextConfig" if name == "gemma3" else f"{prefix}Config")
-    config = config_class(**{**COMMON, **own, **changes})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    own, kind = FAMILIES[name]
+    model = make_family(name, 0, **{**COMMON, **own, **changes})
     with torch.no_grad():
         for key, value in model.named_parameters():
             if key.endswith(("norm.weight", ".bias")):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from llmopt.exporters.onnx import OnnxExporter
 from llmopt.optimizer.base import Context
 from llmopt.optimizer.calibration import Calibration
@@ -14,6 +13,7 @@ from llmopt.optimizer.model import LoadedModel
 from llmopt.optimizer.sources import describe, resolve
 from llmopt.runtime.open import open_model
 from llmopt.tests.conftest import build_tokenizer
+from llmopt.tests.tiny_families import llama3_rope, make_family
 
 SIZES: dict[str, Any] = {
     "vocab_size": 400,
@@ -24,46 +24,31 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 TYPED_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "mistral": ("Mistral", {"sliding_window": 24}),
-    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20}),
-    "gemma3": (
-        "Gemma3",
-        {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 3, "layer_types": SLIDING}
-        | {"rope_parameters": TYPED_ROPE},
-    ),
-    "phi3": (
-        "Phi3",
-        {"hidden_size": 128, "sliding_window": 24}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    ),
-    "gpt2": ("GPT2", {}),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": llama3_rope(4.0)},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 24},
+    "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20},
+    "gemma3": {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 3, "layer_types": SLIDING}
+    | {"rope_parameters": TYPED_ROPE},
+    "phi3": {"hidden_size": 128, "sliding_window": 24}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "gpt2": {},
 }
 """Windows are shorter than the gate's long prompt, so that they decide; phi3 rotates half of each head."""
 
 
 def save_family(name: str, folder: Path, dtype: str = "float32") -> Path:
     """A random model of that family with a real tokenizer, far enough from its initial weights to write varied text."""
-    kind, changes = FAMILIES[name]
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    if name == "gpt2":
-        config: Any = transformers.GPT2Config(vocab_size=400, n_embd=64, n_layer=2, n_head=4, n_positions=256, **ids)
-        model: Any = transformers.GPT2LMHeadModel
-    else:
-        text = "Text" if name == "gemma3" else ""
-        config = getattr(transformers, f"{kind}{text}Config")(**{**SIZES, **changes}, **ids)
-        model = getattr(transformers, f"{kind}ForCausalLM")
-    torch.manual_seed(5)
-    module = model(config).eval()
+    gpt2 = {"vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    module = make_family(name, 5, **{**(gpt2 if name == "gpt2" else SIZES), **FAMILIES[name], **ids})
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.06)

@@ -24,14 +24,14 @@ from .gguf_models import FAMILIES, VOCAB, open_family, save_family
 
 def write(model: Any, context: Any, folder: Path, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     """Write the folder as the exporter does, without its proof; returns the entries, and their rules."""
-    from llmopt.exporters.gguf.exporter import _write_companions
+    from llmopt.exporters.companions import write_companions
 
     folder.mkdir()
     settings = GGUFOptions(**options)
     family = find_family(model.module.config)
     entries = plan_entries(model.module, family, settings)
     write_file(folder / "model.gguf", model, family, entries, settings, context)
-    _write_companions(model, folder)
+    write_companions(model, folder)
     write_reference(entries, context.workdir / "reference.safetensors")
     return entries, {e.source: {"kind": e.kind, "rule": e.rule, "bound": e.bound} for e in entries}
 
@@ -58,12 +58,12 @@ def test_every_family_reads_back_equal(name: str, tmp_path: Path) -> None:
     assert meta[f"{arch}.block_count"] == config.num_hidden_layers
     assert meta[f"{arch}.attention.head_count_kv"] == 2 and meta[f"{arch}.attention.key_length"] == 16
     assert len(meta["tokenizer.ggml.tokens"]) == VOCAB
-    assert meta["tokenizer.ggml.model"] == ("gpt2" if FAMILIES[name][2] == "bpe" else "llama")
+    assert meta["tokenizer.ggml.model"] == ("gpt2" if FAMILIES[name][1] == "bpe" else "llama")
     by_regex = "qwen2" if name == "qwen2" else "gpt-2"  # transformers gives qwen2 its own expressions
-    assert meta["tokenizer.ggml.pre"] == (by_regex if FAMILIES[name][2] == "bpe" else "default")
-    assert meta["tokenizer.ggml.add_bos_token"] == (FAMILIES[name][2] != "bpe")
-    assert ("tokenizer.chat_template" in meta) == (FAMILIES[name][2] == "bpe")
-    assert meta.get("tokenizer.ggml.add_space_prefix") == {"spm": True, "gemma": False}.get(FAMILIES[name][2])
+    assert meta["tokenizer.ggml.pre"] == (by_regex if FAMILIES[name][1] == "bpe" else "default")
+    assert meta["tokenizer.ggml.add_bos_token"] == (FAMILIES[name][1] != "bpe")
+    assert ("tokenizer.chat_template" in meta) == (FAMILIES[name][1] == "bpe")
+    assert meta.get("tokenizer.ggml.add_space_prefix") == {"spm": True, "gemma": False}.get(FAMILIES[name][1])
     if name == "gemma3":
         assert meta["gemma3.attention.sliding_window"] == 32 and meta["gemma3.rope.freq_base_swa"] == 10000.0
     if name == "gemma2":

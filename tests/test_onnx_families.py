@@ -7,7 +7,7 @@ from pathlib import Path
 import llmopt
 import pytest
 import torch
-from llmopt.tests.onnx_models import FAMILIES, export, save_family
+from llmopt.tests.onnx_models import FAMILIES, export, save_family, write_graph
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -83,9 +83,9 @@ def test_genai_config(families, tmp_path):
 @pytest.mark.parametrize(("flavor", "dtype"), [("genai", "bfloat16"), ("genai", "float16"), ("ort", "float16")])
 def test_other_dtypes(flavor, dtype, families, tmp_path):
     record, context = export(families("llama"), tmp_path / "out", flavor=flavor, dtype=dtype)
-    size = (tmp_path / "out" / "model.onnx.data").stat().st_size
+    size = (tmp_path / "out" / "model.onnx_data").stat().st_size
     export(families("llama"), tmp_path / "plain", flavor=flavor)
-    assert size < 0.6 * (tmp_path / "plain" / "model.onnx.data").stat().st_size
+    assert size < 0.6 * (tmp_path / "plain" / "model.onnx_data").stat().st_size
     if dtype == "bfloat16":  # computed in float32 from rounded weights, and the reference is rounded alike
         assert record["parity"]["prefill_max_difference"] < 1e-4
         assert any("rounded to bfloat16" in note["message"] for note in context.notes)
@@ -97,8 +97,25 @@ def test_other_dtypes(flavor, dtype, families, tmp_path):
 
 def test_weights_inside_the_graph(families, tmp_path):
     record, _ = export(families("llama"), tmp_path / "out", external_data=False)
-    assert not (tmp_path / "out" / "model.onnx.data").exists()
+    assert not (tmp_path / "out" / "model.onnx_data").exists()
     assert record["parity"]["prefill_max_difference"] < 1e-4
+
+
+@pytest.mark.parametrize(("flavor", "dtype"), [("genai", "bfloat16"), ("ort", "float32")])
+def test_simplified(flavor, dtype, families, tmp_path):
+    """Fewer nodes, the same bytes of weights, the same answers; what `load` reads from the graph is still there."""
+    source = save_family("llama", tmp_path / "source", dtype)
+    record, _ = export(source, tmp_path / "out", flavor=flavor, dtype=dtype, simplify=True)
+    write_graph(source, tmp_path / "plain", flavor=flavor, dtype=dtype)
+    assert 0 < record["nodes"]["after"] < record["nodes"]["before"] and record["parity"]["greedy_differing"] == 0
+    sizes = [sum(file.stat().st_size for file in (tmp_path / n).glob("model.onnx*")) for n in ("out", "plain")]
+    assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[1] and not (tmp_path / "out" / "simplified").exists()
+    texts = []
+    for name in ("out", "plain"):
+        with llmopt.load(tmp_path / name) as llm:
+            assert llm.runner.session.metadata["llmopt.flavor"] == flavor
+            texts.append(llm.generate(PROMPTS[:3], max_new_tokens=8, ignore_eos=True))
+    assert texts[0] == texts[1]
 
 
 def test_a_model_that_no_graph_is_written_for(tmp_path):

@@ -141,7 +141,7 @@ def test_a_step_that_fails_ends_its_culprit_alone(graph, torch_llm, monkeypatch)
 def test_what_it_says_of_itself(graph, artifact):
     assert graph.backend == "onnxruntime" and graph.vocab_size == 400 and graph.context_length == 256
     assert any("onnxruntime" in note["message"] for note in graph.notes)
-    files = [artifact / name for name in ("model.onnx", "model.onnx.data")]
+    files = [artifact / name for name in ("model.onnx", "model.onnx_data")]
     assert graph.weight_bytes == sum(file.stat().st_size for file in files)
     assert graph.manifest is None or graph.manifest["exporter"]["name"] == "onnx"
     with pytest.raises(llmopt.UsageError, match="has no torch module"):
@@ -155,10 +155,10 @@ def test_verify(artifact, tmp_path):
     }  # fmt: skip
     damaged = tmp_path / "damaged"
     shutil.copytree(artifact, damaged)
-    data = bytearray((damaged / "model.onnx.data").read_bytes())
+    data = bytearray((damaged / "model.onnx_data").read_bytes())
     data[100] ^= 1
-    (damaged / "model.onnx.data").write_bytes(bytes(data))
-    with pytest.raises(llmopt.RunError, match=r"model\.onnx\.data: the file was changed or damaged"):
+    (damaged / "model.onnx_data").write_bytes(bytes(data))
+    with pytest.raises(llmopt.RunError, match=r"model\.onnx_data: the file was changed or damaged"):
         llmopt.load(damaged)
 
 
@@ -183,8 +183,23 @@ def test_no_cuda(artifact):
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this onnxruntime has CUDA")
-    with pytest.raises(llmopt.UsageError, match="has no CUDA"):
-        llmopt.load(artifact, device="cuda")
+    for device, name in (("cuda", "CUDA"), ("tensorrt:1", "TensorRT")):
+        with pytest.raises(llmopt.UsageError, match=f"has no {name}"):
+            llmopt.load(artifact, device=device)
+
+
+def test_devices_by_what_onnxruntime_has():
+    from llmopt.runtime.ort.session import _device
+
+    class Library:
+        def __init__(self, *providers):
+            self.get_available_providers = lambda: [*providers, "CPUExecutionProvider"]
+
+    cuda, both = Library("CUDAExecutionProvider"), Library("TensorrtExecutionProvider", "CUDAExecutionProvider")
+    assert _device(Library(), "auto") == ("cpu", 0) and _device(cuda, "auto") == _device(both, "auto") == ("cuda", 0)
+    assert _device(cuda, "cuda:1") == ("cuda", 1) and _device(both, "tensorrt:2") == ("tensorrt", 2)
+    with pytest.raises(llmopt.UsageError, match="has no TensorRT"):
+        _device(cuda, "tensorrt")
 
 
 def test_structured_output(graph):

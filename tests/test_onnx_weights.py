@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import llmopt
 import pytest
 import torch
 from llmopt.exporters.onnx.nbits import BlockWeight, block_size, to_blocks
 from llmopt.runtime.kernels.packed import QuantState, dequantize_codes
 from llmopt.tests.library_models import optimize
-from llmopt.tests.onnx_models import export, save_family
+from llmopt.tests.onnx_models import export, save_family, write_graph
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -109,6 +110,24 @@ def test_an_artifact_bit_for_bit(symmetric, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("flavor", ["genai", "ort"])
+def test_int4_is_off_by_its_rounding_alone(flavor, tiny, tmp_path):
+    """Log-probabilities of a text: the graph's differ from the unquantized model's as the packed torch model's do."""
+    optimize(tiny, tmp_path / "packed", method="rtn", bits=4, group_size=32)
+    write_graph(tmp_path / "packed", tmp_path / "out", flavor=flavor)
+
+    def logprobs(folder, **options):
+        with llmopt.load(folder, device="cpu", **options) as llm:
+            return torch.tensor(llm.score("Once upon a time there was a river that ran to the sea").logprobs[1:])
+
+    in_torch = {"engine": "static", "dtype": "float32"}
+    source, packed = logprobs(tiny, **in_torch), logprobs(tmp_path / "packed", **in_torch)
+    graph, rounding = logprobs(tmp_path / "out"), (packed - source).abs()
+    assert rounding.max() > 0.02
+    assert (graph - packed).abs().max() < 0.01 * rounding.max()
+    assert ((graph - source).abs() <= rounding + 0.01 * rounding.max()).all()
+
+
+@pytest.mark.parametrize("flavor", ["genai", "ort"])
 def test_int8_inputs_are_measured_beside_the_exact_graph(flavor, tiny, tmp_path):
     optimize(tiny, tmp_path / "packed", method="rtn", bits=4, group_size=32)
     record, _ = export(tmp_path / "packed", tmp_path / "out", flavor=flavor, activations="int8", lm_head="int8")
@@ -126,7 +145,7 @@ def test_a_head_that_the_embedding_reads(tiny, tmp_path):
     assert [node.op_type for node in graph.node].count("GatherBlockQuantized") == 1
     assert "embedding.weight" not in {tensor.name for tensor in graph.initializer}
     assert record["parity"]["prefill_max_difference"] < 1e-4
-    saved = [(tmp_path / name / "model.onnx.data").stat().st_size for name in ("plain", "out")]
+    saved = [(tmp_path / name / "model.onnx_data").stat().st_size for name in ("plain", "out")]
     assert saved[0] - saved[1] > 400 * 64  # more than a byte of each element of the embedding
 
 

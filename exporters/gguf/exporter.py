@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...optimizer.base import Context, Exporter, PlanItem
 from ...optimizer.errors import MissingDependency
 from ...optimizer.runtime_spec import RuntimeSpec
+from ..companions import not_of_a_recipe, write_companions
 from .options import GGUFOptions
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .tensors import Entry
 
 FILE = "model.gguf"
-CARRIED = ("*.model", "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files of the source that go along."""
 SHOWN = 8
 """Layers that a note names."""
 
@@ -42,10 +40,7 @@ class GGUFExporter(Exporter):
 
     def refusals(self, info: ModelInfo, plans: Sequence[PlanItem], dtype: str) -> list[str]:
         """See `Exporter.refusals`."""
-        return [
-            "the gguf exporter does not measure perplexity as recipes do: write the artifact with the exporter "
-            "`huggingface`, then run `llmopt export ARTIFACT --format gguf --out DIR`"
-        ]
+        return not_of_a_recipe(self.name)
 
     def export(self, model: LoadedModel, directory: Path, context: Context) -> dict[str, Any]:
         """Write and prove the folder. Raises UsageError for a model that cannot be written, RunError where the file
@@ -65,7 +60,7 @@ class GGUFExporter(Exporter):
         before = set(directory.iterdir())
         try:
             tokenizer = write_file(directory / FILE, model, family, entries, self.config, context)
-            _write_companions(model, directory)
+            write_companions(model, directory)
             _tell(entries, self.config, context)
             _reset_runtime(model, context)
             proof = prove_file(module, model.tokenizer, directory, entries, self.config.llama_server, context)
@@ -120,22 +115,3 @@ def _reset_runtime(model: LoadedModel, context: Context) -> None:
     if dropped:
         context.note("note", f"llama.cpp runs by its own settings, not by the RuntimeSpec's {', '.join(dropped)}")
         model.runtime = plain
-
-
-def _write_companions(model: LoadedModel, directory: Path) -> None:
-    """Config, tokenizer, chat template and generation config."""
-    from copy import deepcopy
-
-    from ...runtime.open import quiet_transformers
-
-    config = deepcopy(cast("PreTrainedModel", model.module).config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with quiet_transformers():
-        config.save_pretrained(directory)
-        model.tokenizer.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
-    for pattern in CARRIED:
-        for file in model.source.folder.glob(pattern):
-            if file.is_file() and not (directory / file.name).exists():
-                shutil.copy2(file, directory / file.name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...optimizer.base import Context, Exporter, PlanItem
 from ...optimizer.errors import UsageError
+from ..companions import not_of_a_recipe, write_companions
 from .settings import Choices, OnnxOptions
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from ...optimizer.model import LoadedModel, ModelInfo
     from .written import Written
-
-CARRIED = ("*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files of the source that go along."""
 
 
 class OnnxExporter(Exporter):
@@ -38,23 +35,23 @@ class OnnxExporter(Exporter):
 
     def refusals(self, info: ModelInfo, plans: Sequence[PlanItem], dtype: str) -> list[str]:
         """See `Exporter.refusals`."""
-        return [
-            "the onnx exporter does not measure perplexity as recipes do: write the artifact with the exporter "
-            "`huggingface`, then run `llmopt export ARTIFACT --format onnx --out DIR`"
-        ]
+        return not_of_a_recipe(self.name)
 
     def export(self, model: LoadedModel, directory: Path, context: Context) -> dict[str, Any]:
         """Write and prove the folder; `model` is changed on the way. Raises UsageError for a model that no graph can
         be written for, RunError where the graph does not compute what the model does."""
         from .gate import prove_graph
         from .prepare import note_runtime, prepare, unpack
+        from .simplify import simplify
         from .written import write_model
 
         module = cast("PreTrainedModel", model.module)
         choices = Choices.of(self.config, model.runtime.linear)
         note_runtime(model.runtime, context)
         prepare(module, choices, context)
-        written = write_model(module, directory, choices, self.config.external_data)
+        external = self.config.external_data
+        written = write_model(module, directory, choices, external)
+        nodes = simplify(directory, external, choices.dtype == "bfloat16") if self.config.simplify else None
         if written.dequantized:
             context.note(
                 "fallback",
@@ -64,7 +61,7 @@ class OnnxExporter(Exporter):
         unpack(module)
         if written.counts.get("MatMulNBits") and not choices.accuracy_level:
             context.note("note", "packed weights are multiplied in float32; activations=int8 is faster, and less exact")
-        _write_companions(model, directory, written, choices)
+        _write_beside(model, directory, written, choices)
         parity = prove_graph(module, model.tokenizer, directory, choices, written, self.config.gate_tokens, context)
         return {
             "name": self.name,
@@ -74,32 +71,24 @@ class OnnxExporter(Exporter):
             "accuracy_level": choices.accuracy_level,
             "lm_head": choices.lm_head,
             "linears": written.counts,
+            "nodes": nodes,
             "exact": choices.exact and choices.lm_head == "stored",
             "parity": parity,
         }
 
 
-def _write_companions(model: LoadedModel, directory: Path, written: Written, choices: Choices) -> None:
-    """Config, tokenizer, chat template, generation config, and genai_config.json for that flavor."""
-    from ...runtime.open import quiet_transformers, token_ids_of_end
+def _write_beside(model: LoadedModel, directory: Path, written: Written, choices: Choices) -> None:
+    """Config, tokenizer and the rest, and genai_config.json for that flavor."""
+    from ...runtime.open import token_ids_of_end
     from .genai_config import CONFIG, genai_config
 
-    module = cast("PreTrainedModel", model.module)
-    if hasattr(module.config, "quantization_config"):
-        del module.config.quantization_config
-    module.config.dtype = "float16" if choices.dtype == "float16" else "float32"
-    with quiet_transformers():
-        module.config.save_pretrained(directory)
-        model.tokenizer.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
-    for pattern in CARRIED:
-        for file in model.source.folder.glob(pattern):
-            if file.is_file() and not (directory / file.name).exists():
-                shutil.copy2(file, directory / file.name)
+    write_companions(model, directory, dtype="float16" if choices.dtype == "float16" else "float32")
     if choices.flavor == "genai":
-        text = module.config.get_text_config()
-        ends = token_ids_of_end(model.generation_config, module.config, model.tokenizer)
-        contents = genai_config(text, model.generation_config, written.shape, written.vocab, written.context, ends)
+        config = cast("PreTrainedModel", model.module).config
+        ends = token_ids_of_end(model.generation_config, config, model.tokenizer)
+        contents = genai_config(
+            config.get_text_config(), model.generation_config, written.shape, written.vocab, written.context, ends
+        )
         (directory / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 

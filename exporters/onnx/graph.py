@@ -19,7 +19,8 @@ OPSET = 21
 """Of the domain ai.onnx; what onnxruntime 1.20 and later, and onnxruntime-web, run."""
 IR_VERSION = 10
 MICROSOFT = "com.microsoft"
-MODEL, DATA = "model.onnx", "model.onnx.data"
+MODEL, DATA = "model.onnx", "model.onnx_data"
+"""The graph, and its weights under the name by which transformers.js asks for them."""
 ALIGNMENT = 64
 """Bytes; the offsets of external tensors are multiples of it."""
 INLINE = 1024
@@ -35,7 +36,7 @@ Dim = int | str
 class Graph:
     """Collects nodes and tensors, and writes them to `folder` on `save`.
 
-    external: whether tensors of INLINE bytes and more go to model.onnx.data, one after another, at once: then memory
+    external: whether tensors of INLINE bytes and more go to model.onnx_data, one after another, at once: then memory
     holds one tensor at a time. Raises RunError on `save` where the rest does not fit one protobuf file.
     """
 

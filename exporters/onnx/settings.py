@@ -44,7 +44,12 @@ class OnnxOptions(Options):
         description="The embedding reads the codes of a rounded head: smaller, and less exact, above all in int4.",
     )
     external_data: bool = Field(
-        True, description="Put weights into model.onnx.data. Without it everything is in model.onnx, below 2 GB."
+        True, description="Put weights into model.onnx_data. Without it everything is in model.onnx, below 2 GB."
+    )
+    simplify: bool = Field(
+        False,
+        description="Have onnxruntime simplify the graph before it is proved (its basic level). It does so at every "
+        "load, which this makes shorter.",
     )
     gate_tokens: int = Field(32, ge=1, le=512, description="Tokens of each prompt's continuation in the proof.")
 

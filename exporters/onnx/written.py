@@ -40,7 +40,7 @@ class Written:
 
 
 def write_model(module: PreTrainedModel, folder: Path, choices: Choices, external: bool) -> Written:
-    """Write model.onnx (and model.onnx.data) for a float32 model. Raises UsageError where no writer knows it."""
+    """Write model.onnx (and model.onnx_data) for a float32 model. Raises UsageError where no writer knows it."""
     from .gpt2 import is_gpt2, write_gpt2
 
     context = context_length(module.config) or DEFAULT_CONTEXT

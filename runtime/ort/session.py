@@ -19,6 +19,12 @@ from ...optimizer.errors import MissingDependency, RunError, UsageError
 
 GROWTH = 256
 """Buffers hold a multiple of this many tokens."""
+DEVICES: dict[str, tuple[str, ...]] = {
+    "cpu": (),
+    "cuda": ("CUDAExecutionProvider",),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider"),
+}
+"""Device → onnxruntime's providers before the CPU's: what one has no operator for goes to the next."""
 ELEMENTS = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
@@ -42,13 +48,15 @@ class OnnxCache:
 class OnnxSession:
     """Opens `folder`'s model.onnx.
 
-    device: "cpu", "cuda" or "cuda:N"; threads: of one operator, None lets onnxruntime choose. file: the graph's name.
+    device: "cpu", "cuda", "tensorrt", perhaps with a number (cuda:1), or "auto". threads: of one operator, None lets
+    onnxruntime choose. file: the graph's name.
     Raises MissingDependency, UsageError for a device that is not there, RunError for a graph that is no decoder.
     """
 
     def __init__(self, folder: Path, device: str = "cpu", threads: int | None = None, file: str = "model.onnx") -> None:
         self.folder, self.library = folder, _library()
-        self.device, self.device_id = _device(self.library, device)
+        kind, self.device_id = _device(self.library, device)
+        self.device, self._providers = ("cpu" if kind == "cpu" else "cuda"), DEVICES[kind]
         self.session = self._open(folder / file, threads)
         inputs = {value.name: value for value in self.session.get_inputs()}
         outputs = {value.name: value for value in self.session.get_outputs()}
@@ -79,9 +87,8 @@ class OnnxSession:
         options.log_severity_level = 3
         if threads:
             options.intra_op_num_threads = threads
-        providers: list[Any] = ["CPUExecutionProvider"]
-        if self.device == "cuda":
-            providers.insert(0, ("CUDAExecutionProvider", {"device_id": self.device_id}))
+        providers: list[Any] = [(name, {"device_id": self.device_id}) for name in self._providers]
+        providers.append("CPUExecutionProvider")
         try:
             return self.library.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # onnxruntime raises kinds of its own that share no base
@@ -202,15 +209,17 @@ def _library() -> Any:
 
 
 def _device(library: Any, device: str) -> tuple[str, int]:
-    """("cpu" or "cuda", its number); "auto" is CUDA where onnxruntime has it. Raises UsageError."""
-    there = "CUDAExecutionProvider" in library.get_available_providers()
+    """A key of DEVICES and the device's number; "auto" is CUDA where onnxruntime has it. Raises UsageError."""
+    there = library.get_available_providers()
     if device == "auto":
-        return ("cuda" if there else "cpu"), 0
+        return ("cuda" if DEVICES["cuda"][0] in there else "cpu"), 0
     kind, _, number = device.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise UsageError(f"onnxruntime has no device {device!r}", what_to_do="Use cpu or cuda")
-    if kind == "cuda" and not there:
+    if kind not in DEVICES or (number and not number.isdigit()):
+        raise UsageError(f"onnxruntime has no device {device!r}", what_to_do=f"Use one of {', '.join(DEVICES)}")
+    if any(provider not in there for provider in DEVICES[kind]):
+        names = {"cuda": "CUDA", "tensorrt": "TensorRT"}
         raise UsageError(
-            "this onnxruntime has no CUDA", f"device {device!r}", "Install onnxruntime-gpu in its place, or use cpu"
-        )
+            f"this onnxruntime has no {names[kind]}", f"device {device!r}", "Install onnxruntime-gpu in its place, or "
+            "use cpu",
+        )  # fmt: skip
     return kind, int(number or 0)
