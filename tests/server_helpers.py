@@ -80,7 +80,7 @@ class Server:
         self.loop = asyncio.get_running_loop()
         self.host = Host(self.loader, self.settings, log)
         self.stop = asyncio.Event()
-        self.server = quiet_server(make_app(self.host, self.settings, log, "tiny"))
+        self.server = quiet_server(make_app(self.host, self.settings, log, "tiny"), self.settings.head_seconds)
         serving = asyncio.create_task(self.server.serve(sockets=[self.socket]))
         await self.host.start()
         while not self.server.started:

@@ -186,7 +186,7 @@ WRONG = [
     ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 0}, None),
     ({"prompt": "x", "logit_bias": {"400": 1}}, None),
-    ({"prompt": "x", "logit_bias": {"4": 101}}, "logit_bias.4"),
+    ({"prompt": "x", "logit_bias": {"4": 101}}, "logit_bias"),
     ({"prompt": "x", "stop_token_ids": [400]}, None),
     ({"prompt": [400]}, None),
     ({"prompt": [-1]}, None),

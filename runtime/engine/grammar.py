@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+NOT_ALLOWED = "satisfy the grammar"
+"""Part of what llguidance says of a token that cannot follow; its other errors are about its limits."""
+
+
 class GrammarCompiler:
     """Grammars for one tokenizer. Reading the tokenizer takes up to a second, once, at the first grammar."""
 
@@ -50,6 +54,9 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokens(), grammar, log_level=0)
         if matcher.is_error():
             raise UsageError(matcher.get_error().splitlines()[0], where=f"sampling parameter {kind}")
+        matcher.compute_bitmask()  # what allows no first token shows here, not in the middle of the engine's step
+        if matcher.is_error():
+            raise UsageError(f"no text can match ({_reason(matcher)})", where=f"sampling parameter {kind}")
         return matcher
 
     def _tokens(self) -> Any:
@@ -99,22 +106,35 @@ class Grammar:
         return count
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take over accepted tokens. Raises `RunError` if the grammar does not allow them."""
+        """Take over accepted tokens. Raises `RunError` if the grammar does not allow them, `UsageError` where it is
+        beyond llguidance's limits."""
         if token_ids and not self._matcher.consume_tokens(list(token_ids)):
-            raise RunError(self._matcher.get_error() or "the grammar does not allow the token", where="grammar")
+            said = _reason(self._matcher)
+            if NOT_ALLOWED in said or not self._matcher.is_error():
+                raise RunError(f"the grammar does not allow the token ({said})", where="grammar")
+            raise self._too_complex()
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` accepted tokens."""
         if count and not self._matcher.rollback(count):
             raise RunError(f"cannot go back {count} tokens: {self._matcher.get_error()}", where="grammar")
 
+    def _too_complex(self) -> UsageError:
+        return UsageError(f"the schema or expression is too complex ({_reason(self._matcher)})", where="grammar")
+
     def _mask(self, vocab_size: int) -> torch.Tensor:
         import torch
 
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise RunError(self._matcher.get_error(), where="grammar")
+            raise self._too_complex()
         bits = np.unpackbits(packed, bitorder="little", count=min(vocab_size, 8 * len(packed)))
         mask = torch.zeros(vocab_size, dtype=torch.bool)
         mask[: len(bits)] = torch.from_numpy(bits).bool()
         return mask
+
+
+def _reason(matcher: Any) -> str:
+    """What llguidance says, without the dump of its state."""
+    said = (matcher.get_error() or "").partition("<state>")[0].split("\n")[0].strip()
+    return said or "nothing is left to say"

@@ -115,7 +115,8 @@ def _explain(error: RequestValidationError) -> ApiError:
     param = ".".join(path) or None
     if fault["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    if fault["type"] == "extra_forbidden":
+    if fault["type"] == "unknown_parameter":
+        param = ".".join([*path, fault["ctx"]["name"]])
         return ApiError(400, f"unknown parameter: {param}", code="unknown_parameter", param=param)
     if fault["type"] == "model_attributes_type" or (fault["type"] == "missing" and not path):
         return ApiError(400, "the body must be a JSON object, sent as application/json")

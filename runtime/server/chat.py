@@ -27,7 +27,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     services = request.app.state.services
     job = await open_job(
-        request, body.model, body.deadline, lambda model: ([chat_prompt(model, body)], chat_params(body))
+        request, body.model, body.deadline, body.n or 1, lambda model: ([chat_prompt(model, body)], chat_params(body))
     )
     return await respond(request, job, body, ChatAnswer(job, body, services.model_name(body.model)))
 

@@ -14,7 +14,7 @@ from .choices import Piece, TokenTexts, collect, merge
 from .documents import ERRORS, GENERATION
 from .job import Job, open_job
 from .params import completion_params
-from .prompts import completion_prompts
+from .prompts import completion_prompts, prompt_items
 from .replies import JsonReply, respond
 from .schemas import CompletionRequest
 from .sse import event
@@ -31,6 +31,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         request,
         body.model,
         body.deadline,
+        len(prompt_items(body.prompt)) * (body.n or 1),
         lambda model: (completion_prompts(model, body.prompt, special), completion_params(body)),
     )
     return await respond(request, job, body, CompletionAnswer(job, body, services.model_name(body.model)))

@@ -8,7 +8,7 @@ from typing import Any
 from ...optimizer.errors import LlmoptError, UsageError
 
 MAX_MESSAGE = 1000
-"""Characters of a message: what a client sends can come back in it."""
+"""Characters of a message or a parameter's name: what a client sends can come back in it."""
 
 
 class ApiError(Exception):
@@ -29,8 +29,9 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.reason, self.retry_after = status, code, param, reason, retry_after
-        self.message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 1] + "…"
+        self.status, self.code, self.reason, self.retry_after = status, code, reason, retry_after
+        self.param = None if param is None else _shortened(param)
+        self.message = _shortened(message)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -45,6 +46,10 @@ class ApiError(Exception):
         if self.retry_after is not None:
             return {"Retry-After": str(self.retry_after)}
         return {"X-Should-Retry": "false"} if self.status == 408 or self.status >= 500 else {}
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
 
 
 def from_exception(error: BaseException | None) -> ApiError:

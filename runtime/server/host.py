@@ -21,6 +21,8 @@ State = Literal["loading", "ready", "restarting", "failed", "draining", "stopped
 WATCH_SECONDS = 0.2
 RETRY_LOADING = 10
 MAX_RESTARTS = 1
+LEAST_TURNS = 64
+"""Requests that may wait to be tokenized, however few may wait for the engine."""
 
 
 class Host:
@@ -32,6 +34,8 @@ class Host:
         self.state: State = "loading"
         self.model: ServedModel | None = None
         self.queue = FairQueue(1, settings.max_queue)
+        self.turns = FairQueue(1, max(settings.max_queue, LEAST_TURNS))
+        """Whose text the worker thread handles next: a long one must not be followed by another of the same client."""
         self.totals = Totals()
         """Counters of engines that are gone."""
         self.models: list[ServedModel] = []
@@ -139,6 +143,14 @@ class Host:
     async def in_worker(self, work: Callable[[], Any]) -> Any:
         """Run what is too slow for the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work)
+
+    async def in_turn(self, client: str, work: Callable[[], Any]) -> Any:
+        """`in_worker`, clients taking turns. Raises ApiError 429 where too many wait."""
+        ticket = await self.turns.acquire(client)
+        try:
+            return await self.in_worker(work)
+        finally:
+            self.turns.release(ticket)
 
     def why_aborted(self, model: ServedModel) -> ApiError:
         """The error of a request that the engine ended though nobody asked it to."""

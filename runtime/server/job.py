@@ -141,29 +141,31 @@ class Job:
             self.record["text"] = "".join(self._texts)
 
 
-async def open_job(request: Request, name: str | None, deadline: float | None, prepare: Prepare) -> Job:
+async def open_job(request: Request, name: str | None, deadline: float | None, sequences: int, prepare: Prepare) -> Job:
     """Check, tokenize, wait for a place, submit. Raises ApiError (also where the client goes away meanwhile),
     UsageError; then nothing is left behind.
 
-    name: the model asked for. deadline: seconds from now. prepare: runs in the worker thread.
+    name: the model asked for. deadline: seconds from now. sequences: prompts times n. prepare: runs in the worker
+    thread, in the client's turn.
     """
-    return await or_disconnect(request, _open(request, name, deadline, prepare))
+    return await or_disconnect(request, _open(request, name, deadline, sequences, prepare))
 
 
-async def _open(request: Request, name: str | None, deadline: float | None, prepare: Prepare) -> Job:
+async def _open(request: Request, name: str | None, deadline: float | None, sequences: int, prepare: Prepare) -> Job:
     services: Services = request.app.state.services
     services.check_model(name)
+    _check_number(services, sequences)  # before anything is tokenized: a body holds a million prompts
     arrival = time.monotonic()
     seconds = deadline or services.settings.request_seconds
+    client = request.scope["llmopt.client"]
     model = services.host.lease()
     job = Job(services, model, [], SamplingParams(), request.scope["llmopt.record"])
     try:
-        prompts, params = await services.host.in_worker(lambda: prepare(model))
-        _check_number(services, len(prompts) * params.n)
+        prompts, params = await _before(seconds, services.host.in_turn(client, lambda: prepare(model)))
         each = [fit(model, prompt, params) for prompt in prompts]
         job.prompts, job.params = prompts, params
-        client = request.scope["llmopt.client"]
-        job.ticket = await _before(seconds, services.host.queue.acquire(client, job.num_sequences))
+        left = None if seconds is None else max(0.0, arrival + seconds - time.monotonic())
+        job.ticket = await _before(left, services.host.queue.acquire(client, job.num_sequences))
         limit = None
         if seconds is not None:
             limit = model.loop.engine.clock() + arrival + seconds - time.monotonic()

@@ -136,7 +136,7 @@ class EngineCollector(Collector):
         yield self._gauge(
             "num_requests_running", "In the engine's batch.", sum(s.num_requests_running for s in snapshots)
         )
-        waiting = host.queue.num_waiting + sum(s.num_requests_waiting for s in snapshots)
+        waiting = host.turns.num_waiting + host.queue.num_waiting + sum(s.num_requests_waiting for s in snapshots)
         yield self._gauge("num_requests_waiting", "Waiting, before the engine and in it.", waiting)
         usage = current.kv_cache_usage_perc if current is not None else 0.0
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 … 1.", usage)

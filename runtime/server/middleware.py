@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import time
@@ -52,7 +53,8 @@ class Edge:
 
         try:
             self._admit(scope, headers)
-            limit = BodyLimit(receive, headers, self._services.settings.max_body_bytes)
+            settings = self._services.settings
+            limit = BodyLimit(receive, headers, settings.max_body_bytes, settings.body_seconds)
             await self._app(scope, limit, stamped)
         except ClientDisconnect:
             status = status or 499
@@ -103,17 +105,27 @@ class Edge:
 
 
 class BodyLimit:
-    """An ASGI `receive` that raises ApiError 413 once the body is longer than `limit` bytes."""
+    """An ASGI `receive` that raises ApiError: 413 once the body is longer than `limit` bytes, 408 where it is not whole
+    `seconds` after the head."""
 
-    def __init__(self, receive: Receive, headers: Headers, limit: int) -> None:
+    def __init__(self, receive: Receive, headers: Headers, limit: int, seconds: float) -> None:
         self._receive, self._limit, self._seen = receive, limit, 0
+        self._end: float | None = time.monotonic() + seconds
+        """None once the body has come: what is received then is the client's leaving, which may take long."""
         declared = headers.get(b"content-length", b"")
-        self._declared = int(declared) if declared.isdigit() and len(declared) < 20 else 0
+        self._declared = (int(declared) if len(declared) < 20 else limit + 1) if declared.isdigit() else 0
 
     async def __call__(self) -> Message:
         if self._declared > self._limit:
             raise self._too_large()
-        message = await self._receive()
+        if self._end is None:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(self._end - time.monotonic(), 0.0))
+        except asyncio.TimeoutError:
+            raise ApiError(408, "the body did not come in time", code="body_timeout", reason="slow_body") from None
+        if not message.get("more_body"):
+            self._end = None
         if message["type"] == "http.request":
             self._seen += len(message.get("body", b""))
             if self._seen > self._limit:
@@ -146,7 +158,7 @@ def error_reply(services: Services, scope: Scope, error: Exception) -> tuple[int
     headers = {"content-type": "application/json", **answer.headers}
     if answer.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if answer.status == 413:
+    if answer.status == 413 or answer.code == "body_timeout":
         headers["connection"] = "close"  # the rest of the body is not read
     return answer.status, headers, as_json(answer.body)
 

@@ -20,9 +20,13 @@ LONGEST_TOKEN = 512
 
 def completion_prompts(model: ServedModel, prompt: Any, add_special_tokens: bool = True) -> list[list[int]]:
     """Token ids of one prompt or many (text or ids). Raises UsageError, ApiError."""
+    return [text_or_ids(model, item, add_special_tokens) for item in prompt_items(prompt)]
+
+
+def prompt_items(prompt: Any) -> list[Any]:
+    """The prompts of a body's `prompt`, each a text or token ids."""
     many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    items = prompt if many else [prompt]
-    return [text_or_ids(model, item, add_special_tokens) for item in items]
+    return prompt if many else [prompt]
 
 
 def text_or_ids(model: ServedModel, item: Any, add_special_tokens: bool = True) -> list[int]:

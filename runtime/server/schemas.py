@@ -6,13 +6,20 @@ Accepted without effect, because they ask for nothing that changes an answer her
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic_core import PydanticCustomError
 
 from ..engine.sampling_params import MAX_LOGPROBS
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
+MAX_METADATA = 16
+"""Entries, as in OpenAI's API."""
+MAX_BIAS = 2**19
+"""Entries: more than any vocabulary has tokens, fewer than a body can hold."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -20,11 +27,53 @@ Whole = Annotated[int, Strict()]
 """JSON's true and "1" are no numbers, though pydantic would make them such."""
 Real = Annotated[float, Strict()]
 Flag = Annotated[bool, Strict()]
-TokenIds = list[Whole]
+TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+"""Lists end at their first fault, here and below: a body of a million faults would cost gigabytes of reports."""
+
+
+def _bias(value: Any) -> Any:
+    """Token ids (JSON has them as text) and numbers, up to the first fault."""
+    if not isinstance(value, dict):
+        return value
+    _at_most(value, MAX_BIAS)
+    found: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, str) and len(key) <= 20 and key.removeprefix("-").isdecimal() and key.isascii()):
+            raise ValueError(f"{str(key)[:50]!r} is no token id")
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not -100 <= number <= 100:
+            raise ValueError(f"the bias of token {key} is not a number from -100 to 100")
+        found[int(key)] = float(number)
+    return found
+
+
+def _metadata(value: Any) -> Any:
+    return _at_most(value, MAX_METADATA) if isinstance(value, dict) else value
+
+
+def _at_most(value: Collection[Any], limit: int) -> Any:
+    if len(value) > limit:
+        raise ValueError(f"it has {len(value)} entries, the limit is {limit}")
+    return value
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        """Refuse the first unknown key alone: pydantic would report each of them."""
+        for key in value if isinstance(value, dict) else ():
+            if key not in _names(cls):
+                name = str(key)[:200].encode("utf-8", "replace").decode()  # half characters are none to pydantic
+                raise PydanticCustomError("unknown_parameter", "unknown parameter: {name}", {"name": name})
+        return value
+
+
+@cache
+def _names(kind: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 class StreamOptions(Body):
@@ -57,10 +106,10 @@ class Sampling(Body):
     top_p: Real | None = Field(None, gt=0, le=1)
     n: Whole | None = Field(None, ge=1, le=128)
     seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     presence_penalty: Real | None = Field(None, ge=-2, le=2)
     frequency_penalty: Real | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[Real, Field(ge=-100, le=100)]] | None = Field(
+    logit_bias: Annotated[dict[int, Annotated[Real, Field(ge=-100, le=100)]] | None, BeforeValidator(_bias)] = Field(
         None, description="Token id → added to its logit."
     )
     stream: Flag | None = False
@@ -70,7 +119,7 @@ class Sampling(Body):
     top_k: Whole | None = Field(None, ge=-1, lt=2**31)
     min_p: Real | None = Field(None, ge=0, le=1)
     repetition_penalty: Real | None = Field(None, ge=0.01, le=10)
-    stop_token_ids: Annotated[list[Whole], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[Whole], Field(max_length=128, fail_fast=True)] | None = None
     min_tokens: Whole | None = Field(None, ge=0)
     ignore_eos: Flag | None = None
     skip_special_tokens: Flag | None = None
@@ -84,7 +133,7 @@ class Sampling(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -100,7 +149,9 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds] = Field(description="Text or token ids, one or many.")
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
+        description="Text or token ids, one or many."
+    )
     max_tokens: Whole | None = Field(None, ge=0, description="Default 16; 0 with `echo` scores the prompt.")
     logprobs: Whole | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Flag | None = False
@@ -137,10 +188,10 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -178,12 +229,12 @@ class NamedToolChoice(Body):
 class ChatRequest(Sampling):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1, max_length=4096)
     max_tokens: Whole | None = Field(None, ge=1, description="Default: until the context is full.")
     max_completion_tokens: Whole | None = Field(None, ge=1)
     logprobs: Flag | None = False
     top_logprobs: Whole | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Literal[True] | None = None
     add_generation_prompt: Flag | None = None
@@ -214,7 +265,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(None, min_length=1, max_length=4096)
     add_special_tokens: Flag = True
     add_generation_prompt: Flag = True
     return_token_strs: Flag = False
@@ -230,7 +281,7 @@ class DetokenizeRequest(Body):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Whole]
+    tokens: TokenIds
 
 
 class GenerateRequest(Body):
@@ -244,7 +295,7 @@ class GenerateRequest(Body):
     min_p: Real = Field(0.0, ge=0, le=1)
     repetition_penalty: Real = Field(1.0, ge=0.01, le=10)
     seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: Flag = False
     json_schema: dict[str, Any] | None = None
     regex: str | None = Field(None, max_length=10_000)

@@ -81,7 +81,8 @@ async def _serve(
 
     log = Log(settings.log_format)
     host = Host(loader, settings, log)
-    server = quiet_server(make_app(host, settings, log, name), lifespan="on" if settings.tracing else "off")
+    app = make_app(host, settings, log, name)
+    server = quiet_server(app, settings.head_seconds, lifespan="on" if settings.tracing else "off")
     port = bound.getsockname()[1]
     url = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{port}"
     stopping = asyncio.Event()
@@ -109,9 +110,11 @@ async def _serve(
                 task.cancel()
 
 
-def quiet_server(app: Any, lifespan: Literal["on", "off"] = "off") -> Any:
+def quiet_server(app: Any, head_seconds: float, lifespan: Literal["on", "off"] = "off") -> Any:
     """A uvicorn server that leaves signals and logs to us."""
     import uvicorn
+
+    from .slow_heads import timed_protocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -120,6 +123,7 @@ def quiet_server(app: Any, lifespan: Literal["on", "off"] = "off") -> Any:
 
     config = uvicorn.Config(
         app,
+        http=timed_protocol(head_seconds),
         log_config=None,
         log_level="critical",
         access_log=False,

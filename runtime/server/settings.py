@@ -40,6 +40,10 @@ class ServerSettings:
     """Without a finished step for so long, though there is work, the server is unhealthy."""
     send_seconds: float = 60.0
     """A reader that takes nothing for so long is cut off."""
+    head_seconds: float = 30.0
+    """A connection that has not sent a request's whole head after so long is closed."""
+    body_seconds: float = 60.0
+    """A request whose body is not whole after so long gets 408."""
     max_unread: int = 8192
     """Outputs that may wait for a reader; more end the request."""
     log_format: Literal["json", "text"] = "text"
@@ -64,7 +68,8 @@ class ServerSettings:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise UsageError(f"{name}={getattr(self, name)} is below {low}", "serve")
-        for name in ("request_seconds", "stall_seconds", "send_seconds", "max_model_len"):
+        seconds = [f"{name}_seconds" for name in ("request", "stall", "send", "head", "body")]
+        for name in (*seconds, "max_model_len"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise UsageError(f"{name}={value} is not above 0", "serve")
         return self

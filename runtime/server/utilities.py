@@ -73,7 +73,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> JsonReply:
 @router.post("/generate", responses={**OBJECT, **ERRORS}, response_class=JsonReply, tags=["tokens"])
 async def generate(body: GenerateRequest, request: Request) -> JsonReply:
     """Continue one prompt, with the library's own parameter names; greedy by default."""
-    job = await open_job(request, None, None, lambda model: ([text_or_ids(model, body.prompt)], generate_params(body)))
+    job = await open_job(
+        request, None, None, 1, lambda model: ([text_or_ids(model, body.prompt)], generate_params(body))
+    )
     try:
         return await or_disconnect(request, _collect(job))
     finally:
@@ -127,7 +129,7 @@ async def _with_model(request: Request, name: str | None, work: Any) -> dict[str
     services.check_model(name)
     model = services.host.lease()
     try:
-        found: dict[str, Any] = await services.host.in_worker(lambda: work(model))
+        found: dict[str, Any] = await services.host.in_turn(request.scope["llmopt.client"], lambda: work(model))
         return found
     finally:
         services.host.give_back(model)
