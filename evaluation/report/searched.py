@@ -186,16 +186,17 @@ def _table(data: dict[str, Any]) -> Table:
     always = ("size", "mean_kl", "top1_agreement", "decode_speedup")
     known = {name for trial in trials for name in (*trial["figures"], *trial["proxy"])}
     shown = [name for name in dict.fromkeys([*_named(data), *always]) if name in known]
-    columns = [Column("trial"), Column("verdict"), *(Column(data["titles"].get(n, n), code=True) for n in drawn)]
-    columns += [*(Column(_title(name), True) for name in shown), Column("time", True), Column("why", wrap=True)]
+    columns = [Column("trial"), Column("verdict"), Column("why", wrap=True)]
+    columns += [Column(data["titles"].get(name, name), code=True) for name in drawn]
+    columns += [*(Column(_title(name), True) for name in shown), Column("time", True)]
     rows: list[list[str | Cell]] = [
         [
             str(trial["number"]),
             Cell(trial["verdict"], STATES.get(trial["verdict"], "")),
+            trial["reason"] or "; ".join(f"misses {limit}" for limit in trial["misses"]),
             *(str(trial["values"].get(name, ABSENT)) for name in drawn),
             *(_figure(data, trial, name) for name in shown),
             seconds(trial["seconds"]),
-            trial["reason"] or "; ".join(f"misses {limit}" for limit in trial["misses"]),
         ]
         for trial in trials
     ]
