@@ -143,7 +143,9 @@ class Calibration:
         if self.further is None:
             return self._given
         head = [] if self.bos.token is None else [self.bos.token]
-        return sorted(self._given + self.further.sequences(self._given, head), key=len, reverse=True)
+        full = max(map(len, self._given))
+        further = [text[: _even(len(text), full)] for text in self.further.sequences(self._given, head)]
+        return sorted(self._given + further, key=len, reverse=True)
 
     @cached_property
     def _given(self) -> list[list[int]]:
@@ -216,6 +218,11 @@ def spread_windows(documents: Iterable[list[int]], length: int, count: int) -> l
     return [windows[i * len(windows) // taken] for i in range(taken)]
 
 
+def _even(size: int, full: int) -> int:
+    """`size`, or the multiple of LENGTH_STEP below it where it is less than `full`."""
+    return size if size == full else size // LENGTH_STEP * LENGTH_STEP
+
+
 def beginnings(documents: Iterable[list[int]], length: int, num_tokens: int, further: bool = False) -> list[list[int]]:
     """The first tokens of each document, at most `length`, until there are `num_tokens`; the longest first.
 
@@ -230,8 +237,7 @@ def beginnings(documents: Iterable[list[int]], length: int, num_tokens: int, fur
         for document in current:
             if left < smallest:
                 break
-            size = min(len(document) - start, length, left)
-            size = size if size == length else size // LENGTH_STEP * LENGTH_STEP
+            size = _even(min(len(document) - start, length, left), length)
             if size > 0:
                 cut.append(document[start : start + size])
                 left -= size

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.memory import available_memory
-from .calibration import LENGTH_STEP
 from .errors import RunError
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class Continuations:
                 self.source.id,
                 "Leave calibration.self_samples out",
             )
-        return [text[: len(text) - len(text) % LENGTH_STEP] if len(text) < length else text for text in texts]
+        return texts
 
 
 @contextmanager
