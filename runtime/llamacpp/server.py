@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,16 @@ class LlamaServer:
             time.sleep(0.02)
         raise RunError(f"llama-server is not ready after {START_SECONDS:.0f} seconds", str(self.model))
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer of a path; POST where there is a body. Raises RunError where there is none."""
+    def ask(self, path: str, body: dict[str, Any] | None = None, wanted: Callable[[], bool] | None = None) -> Any:
+        """The JSON answer of a path; POST where there is a body. Raises RunError where there is none.
+
+        wanted: whether the answer is, asked when `interrupt` has begun to have an effect: who no longer wants it says
+        so there first, then interrupts.
+        """
         me = threading.get_ident()
         try:
             with self._lock:
-                self._asking[me] = False
+                self._asking[me] = wanted is not None and not wanted()
             status, answer = self._request("GET" if body is None else "POST", path, body)
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
@@ -120,6 +125,11 @@ class LlamaServer:
         if connection is None:
             connection = http.client.HTTPConnection("127.0.0.1", self.port)
             self._connections[threading.get_ident()] = connection
+        if connection.sock is None:
+            connection.connect()
+        with self._lock:
+            if self._asking.get(threading.get_ident()):
+                raise ConnectionAbortedError
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
@@ -129,9 +139,11 @@ class LlamaServer:
         """Break off what another thread waits for in `ask`, which then raises RunError; llama-server ends its work
         when it sees the connection closed. Nothing happens where the thread does not wait."""
         with self._lock:
+            if self._asking.get(thread.ident or 0, True):
+                return
+            self._asking[thread.ident or 0] = True
             connection = self._connections.get(thread.ident or 0)
-            if not self._asking.get(thread.ident or 0, True) and connection is not None and connection.sock is not None:
-                self._asking[thread.ident or 0] = True
+            if connection is not None and connection.sock is not None:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 

@@ -115,7 +115,7 @@ class LlamaSlots:
         asked = body(request, slot, self._count(request), request.stop_ids | self._eos)
         if params.logprobs is not None:
             asked["n_probs"] = max(params.logprobs, RANKED)
-        answer = self.server.ask("/completion", asked)
+        answer = self.server.ask("/completion", asked, wanted=lambda: not request.finished)
         tokens = tuple(answer["tokens"])
         if not tokens:
             raise RunError("llama-server gave no token", str(self.server.model), "Its context may be full")

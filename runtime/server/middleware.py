@@ -23,6 +23,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/openapi.json", "/", "/page/app.js
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Not logged while they succeed."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+LINGER_SECONDS, LINGER_BYTES = 0.5, 2**16
+"""How long, and how far, a body that is too large is read on before it is refused."""
 Headers = dict[bytes, bytes]
 
 
@@ -129,8 +131,21 @@ class BodyLimit:
         if message["type"] == "http.request":
             self._seen += len(message.get("body", b""))
             if self._seen > self._limit:
+                await self._linger()
                 raise self._too_large()
         return message
+
+    async def _linger(self) -> None:
+        """Read on a little, so that a client that is nearly done gets its answer, and no reset while it still sends."""
+        end, most = time.monotonic() + LINGER_SECONDS, self._seen + LINGER_BYTES
+        while self._end is not None and self._seen < most:
+            try:
+                message = await asyncio.wait_for(self._receive(), max(end - time.monotonic(), 0.0))
+            except asyncio.TimeoutError:
+                return
+            self._seen += len(message.get("body", b""))
+            if not message.get("more_body"):
+                self._end = None
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large", reason="too_large")
