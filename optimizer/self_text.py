@@ -45,14 +45,9 @@ Progress = Callable[[int, int, float], None]
 """Is told of texts written, of all texts, and of the seconds left."""
 
 
-class SelfSource:
-    """Texts that the model at `source` writes, unchanged by any pass; every second one from BOS alone, if it has one.
-
-    A text ends at the model's end-of-text token; a token that the chat template uses inside a conversation does not end
-    it. Texts are kept below `cache`, so that a run that goes on after a crash sees the same tokens.
-    """
-
-    kind, whole_windows, places_bos = "self", False, True
+class OwnText:
+    """Has the model at `source`, unchanged by any pass, write. Texts are kept below `cache`, so that a run that goes on
+    after a crash sees the same tokens."""
 
     def __init__(
         self,
@@ -60,14 +55,69 @@ class SelfSource:
         *,
         seed: int,
         num_samples: int,
-        sequence_length: int,
         cache: Path | None = None,
         trust_remote_code: bool = False,
         engine: str = "auto",
         progress: Progress | None = None,
     ) -> None:
-        self.source, self.seed, self.num_samples, self.sequence_length = source, seed, num_samples, sequence_length
+        self.source, self.seed, self.num_samples = source, seed, num_samples
         self.cache, self.trust_remote_code, self.engine, self.progress = cache, trust_remote_code, engine, progress
+
+    @contextmanager
+    def _opened(self) -> Iterator[LLM]:
+        """The model. Raises RunError where memory is short for it."""
+        from ..runtime.llm import load
+
+        _require_memory(self.source)
+        options: dict[str, Any] = {"engine": self.engine, "trust_remote_code": self.trust_remote_code, "draft": False}
+        with load(self.source.folder, **options) as llm:
+            yield llm
+
+    def _go_on(self, llm: LLM, prompts: Sequence[list[int]], length: int, top_p: float, seed: int) -> list[list[int]]:
+        """Prompts with what the model writes after them, token ids, `length` at most; without texts below SHORTEST."""
+        from ..runtime.engine.sampling_params import SamplingParams
+
+        ends = end_tokens(self.source.folder, llm.tokenizer)
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                top_p=top_p,
+                seed=(seed + i) % 2**63,
+                max_new_tokens=length - len(prompt),
+                ignore_eos=True,
+                stop_token_ids=ends,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        new: list[list[int]] = []
+        began = time.monotonic()
+        for start in range(0, len(prompts), TOGETHER):
+            chunk = slice(start, start + TOGETHER)
+            written = llm.generate(prompts[chunk], params[chunk])
+            assert isinstance(written, list)
+            new += [[*one.prompt_token_ids, *one.token_ids] for one in written]
+            if self.progress is not None:
+                self.progress(len(new), len(prompts), (time.monotonic() - began) / len(new) * (len(prompts) - len(new)))
+        return [text for text in new if len(text) >= min(SHORTEST, length)]
+
+    def _require_some(self, texts: list[list[int]], hint: str) -> list[list[int]]:
+        if not texts:
+            raise RunError(f"the model ended each of its own texts within {SHORTEST} tokens", self.source.id, hint)
+        return texts
+
+
+class SelfSource(OwnText):
+    """Texts that the model writes by itself; every second one from BOS alone, if it has one.
+
+    A text ends at the model's end-of-text token; a token that the chat template uses inside a conversation does not end
+    it.
+    """
+
+    kind, whole_windows, places_bos = "self", False, True
+
+    def __init__(self, source: SourceIdentity, *, sequence_length: int, **options: Any) -> None:
+        super().__init__(source, **options)
+        self.sequence_length = sequence_length
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[list[int]]:
         return self._texts
@@ -85,7 +135,7 @@ class SelfSource:
 
     def _write(self) -> list[list[int]]:
         wanted = self.num_samples * self.sequence_length
-        with opened(self.source, self.trust_remote_code, self.engine) as llm:
+        with self._opened() as llm:
             starts, length = openings(llm.tokenizer), self.sequence_length
             if llm.context_length is not None:
                 length = min(length, llm.context_length)
@@ -97,37 +147,17 @@ class SelfSource:
                     break
                 prompts = [starts[(len(texts) + i) % len(starts)][: length - 1] for i in range(count)]
                 seed = self.seed + 1_000_003 * number
-                texts += write_texts(llm, self.source.folder, prompts, length, TOP_P, seed, self.progress)
-        if not texts:
-            raise RunError(
-                f"the model ended each of its own texts within {SHORTEST} tokens",
-                self.source.id,
-                "Give calibration.text, calibration.chat or calibration.dataset",
-            )
-        return texts
+                texts += self._go_on(llm, prompts, length, TOP_P, seed)
+        return self._require_some(texts, "Give calibration.text, calibration.chat or calibration.dataset")
 
 
-class Continuations:
+class Continuations(OwnText):
     """Further sequences beside those of another source: the model goes on from excerpts of them.
 
     Calibration text is short beside what learned rounding can fit to; the model's own text makes it longer, in the
     model's own distribution (temperature 1, all tokens). Each of `num_samples` texts goes on from EXCERPT tokens out of
     a given sequence, and is as long as the longest of these, or ends where the model ends it.
     """
-
-    def __init__(
-        self,
-        source: SourceIdentity,
-        *,
-        seed: int,
-        num_samples: int,
-        cache: Path | None = None,
-        trust_remote_code: bool = False,
-        engine: str = "auto",
-        progress: Progress | None = None,
-    ) -> None:
-        self.source, self.seed, self.num_samples = source, seed, num_samples
-        self.cache, self.trust_remote_code, self.engine, self.progress = cache, trust_remote_code, engine, progress
 
     def identity(self) -> str:
         """What the texts depend on, beside the given sequences; for cache keys."""
@@ -147,62 +177,9 @@ class Continuations:
             text = given[i % len(given)][len(head) :]
             start = draw.randrange(max(1, len(text) - EXCERPT))
             prompts.append([*head, *text[start : start + EXCERPT]][: length - 1])
-        with opened(self.source, self.trust_remote_code, self.engine) as llm:
-            texts = write_texts(llm, self.source.folder, prompts, length, 1.0, self.seed, self.progress)
-        if not texts:
-            raise RunError(
-                f"the model ended each of its own texts within {SHORTEST} tokens",
-                self.source.id,
-                "Leave calibration.self_samples out",
-            )
-        return texts
-
-
-@contextmanager
-def opened(source: SourceIdentity, trust_remote_code: bool, engine: str) -> Iterator[LLM]:
-    """The model at `source` as it writes texts. Raises RunError where memory is short for it."""
-    from ..runtime.llm import load
-
-    _require_memory(source)
-    options: dict[str, Any] = {"engine": engine, "trust_remote_code": trust_remote_code, "draft": False}
-    with load(source.folder, **options) as llm:
-        yield llm
-
-
-def write_texts(
-    llm: LLM,
-    folder: Path,
-    prompts: Sequence[list[int]],
-    length: int,
-    top_p: float,
-    seed: int,
-    progress: Progress | None = None,
-) -> list[list[int]]:
-    """Prompts with what the model writes after them, token ids, `length` at most; without texts below SHORTEST."""
-    from ..runtime.engine.sampling_params import SamplingParams
-
-    ends = end_tokens(folder, llm.tokenizer)
-    params = [
-        SamplingParams(
-            temperature=1.0,
-            top_p=top_p,
-            seed=(seed + i) % 2**63,
-            max_new_tokens=length - len(prompt),
-            ignore_eos=True,
-            stop_token_ids=ends,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    new: list[list[int]] = []
-    began = time.monotonic()
-    for start in range(0, len(prompts), TOGETHER):
-        chunk = slice(start, start + TOGETHER)
-        written = llm.generate(prompts[chunk], params[chunk])
-        assert isinstance(written, list)
-        new += [[*one.prompt_token_ids, *one.token_ids] for one in written]
-        if progress is not None:
-            progress(len(new), len(prompts), (time.monotonic() - began) / len(new) * (len(prompts) - len(new)))
-    return [text for text in new if len(text) >= min(SHORTEST, length)]
+        with self._opened() as llm:
+            texts = self._go_on(llm, prompts, length, 1.0, self.seed)
+        return self._require_some(texts, "Leave calibration.self_samples out")
 
 
 def _require_memory(source: SourceIdentity) -> None:
