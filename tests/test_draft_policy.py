@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.runtime.engine.draft_costs import StepCosts, measure
-from llmopt.runtime.engine.draft_policy import LONGEST, Acceptance, AcceptanceBook, Load, best_lengths, worthless
+from llmopt.runtime.engine.draft_policy import LONGEST, Acceptance, AcceptanceBook, Load, best_lengths, least_rate
 from llmopt.runtime.engine.fake_runner import FakeRunner
 
 MEMORY_BOUND = StepCosts((1, 8, 64), (1.0, 1.1, 9.0))
@@ -60,12 +60,35 @@ def test_lengths_are_nearly_the_best_there_are(requests, slope, others):
 
 def test_drafts_vanish_as_the_load_grows():
     lengths = [
-        best_lengths([0.9] * n, [8] * n, Load(n), MEMORY_BOUND)[0] if not worthless(MEMORY_BOUND, Load(n)) else 0
+        best_lengths([0.9] * n, [8] * n, Load(n), MEMORY_BOUND)[0] if least_rate(MEMORY_BOUND, Load(n)) < 1 else 0
         for n in (1, 2, 4, 8, 16, 64)
     ]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] >= 5 and lengths[-1] == 0
-    assert worthless(MEMORY_BOUND, Load(32)) and not worthless(MEMORY_BOUND, Load(2))
+    assert least_rate(MEMORY_BOUND, Load(32)) > 1 > least_rate(MEMORY_BOUND, Load(2))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.integers(0, 20),
+    st.floats(0, 100.0),
+)
+def test_below_the_least_rate_no_drafts_pay(rises, rows, others, context):
+    seconds = tuple(itertools.accumulate([1.0, *rises]))
+    costs = StepCosts(tuple(2**i for i in range(len(seconds))), seconds, 1e-4, 1e-5)
+    load = Load(rows, context, others)
+    rate = min(least_rate(costs, load), 0.99)
+    assert not any(best_lengths([0.999 * rate] * rows, [LONGEST] * rows, load, costs))
+
+
+def test_the_least_rise_looks_beyond_a_dear_token():
+    costs = StepCosts((8, 9, 12, 24), (1.0, 2.0, 2.1, 4.5))  # a ninth token costs as much as eight, ten more little
+    assert costs.least_rise(8) == pytest.approx(0.2)
+    assert costs.least_rise(9) == pytest.approx(0.1 / 3)
+    assert costs.least_rise(30) == pytest.approx(0.2)
+    assert StepCosts((4,), (2.0,)).least_rise(7) == 0.5
 
 
 def test_bad_drafts_are_not_made_and_good_ones_are_longer():

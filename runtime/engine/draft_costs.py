@@ -49,6 +49,19 @@ class StepCosts:
         pairs = zip(self.sizes, self.sizes[1:], self.seconds, self.seconds[1:])
         return max(0.0, min(((y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in pairs), default=0.0))
 
+    def least_rise(self, tokens: float) -> float:
+        """Seconds for each token added to a step of `tokens`, where the number added is the best one for that."""
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) == 1:
+            return seconds[0] / sizes[0]
+        least = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))  # ever more of them
+        base = self.of(tokens)
+        for i in range(len(sizes) - 1, -1, -1):
+            if sizes[i] <= tokens:
+                break
+            least = min(least, (seconds[i] - base) / (sizes[i] - tokens))
+        return max(0.0, least)
+
 
 class LearntCosts:
     """A curve (`now`) that follows the steps that are really made, the sampler and all else between them included.
@@ -60,6 +73,9 @@ class LearntCosts:
 
     RATE = 0.1
     """How much of its error a step corrects; the first steps of a size correct more: a half, a third …"""
+    FOLLOW = 0.25
+    """How much of it the points correct that were not met for long, at most: one slow step must not make all sizes dear,
+    since what is dear is not tried again."""
     CLIP, CLIP_FIRST, FIRST = 2.0, 8.0, 3
     """A step counts as at most so many times as long as expected, among the first ones of its size CLIP_FIRST times:
     hiccups do not say what a step costs."""
@@ -84,15 +100,15 @@ class LearntCosts:
         clip = self.CLIP_FIRST if new or visits < self.FIRST else self.CLIP
         error = min(max(seconds / expected, 1 / clip), clip) - 1
         if new:
-            nearest, visits = bisect_left(sizes, tokens), -1  # the first step of a size is believed as it is
+            nearest, visits = bisect_left(sizes, tokens), 0
             sizes.insert(nearest, tokens)
             curve.insert(nearest, expected)
             self._met.insert(nearest, self._time)
             self._visits.insert(nearest, 0)
-        error *= max(self.RATE, 1 / (visits + 2))
+        rate = max(self.RATE, 1 / (visits + 2))
         for i, met in enumerate(self._met):
             age = self._time - met
-            curve[i] *= 1 + error * (1.0 if i == nearest else age / (age + self.AGE))
+            curve[i] *= 1 + error * (rate if i == nearest else min(rate, self.FOLLOW) * age / (age + self.AGE))
         self._met[nearest] = self._time
         self._visits[nearest] += 1
         for i in range(nearest + 1, len(curve)):  # more tokens do not take less

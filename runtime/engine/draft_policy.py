@@ -126,13 +126,11 @@ def drafts_seconds(costs: StepCosts, load: Load, drafts: int) -> float:
     return costs.of(tokens + drafts) - costs.of(tokens) + drafts * costs.token_context * load.context
 
 
-def worthless(costs: StepCosts, load: Load) -> bool:
-    """Whether not even a draft that is certain of acceptance pays: one more token costs what a token costs now."""
-    tokens = load.decoding + load.others
-    step = costs.of(tokens) + load.decoding * costs.attention(load.context)
-    more = costs.of(tokens + load.decoding) - costs.of(tokens)
-    more += load.decoding * (costs.token_context * load.context + TOKEN_OVERHEAD)
-    return more >= step / MARGIN
+def least_rate(costs: StepCosts, load: Load) -> float:
+    """The acceptance above which drafts can pay: as much of a token as each of them costs, if there are as many as is
+    best for that. From 1 on not even those do that are certain of acceptance."""
+    each = costs.least_rise(load.decoding + load.others) + costs.token_context * load.context + TOKEN_OVERHEAD
+    return MARGIN * load.decoding * each / plain_seconds(costs, load)
 
 
 def best_lengths(

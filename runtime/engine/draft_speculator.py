@@ -15,8 +15,8 @@ from .draft_policy import (
     best_lengths,
     drafts_seconds,
     expected_gain,
+    least_rate,
     plain_seconds,
-    worthless,
 )
 from .plan import StepPlan
 from .request import Request
@@ -35,6 +35,9 @@ PROVEN = 16
 """Tried drafts from which on a draft model may read the prompts of all requests."""
 FORESEEN = 256
 """Most tokens of a request that are counted on when a draft model's work on its prompt is weighed."""
+REST = (8, 3)
+"""After each so many looks for drafts without an accepted one the next look is a step later, by so many at most: where
+nothing is found, looking is all that drafts cost."""
 Drafts = list[tuple[int, ...]]
 
 
@@ -79,6 +82,10 @@ class Speculator:
         """Seconds that its draft passes should take, and those of them that catch up with texts."""
         self._interval = self._until_probe = PROBE[0]
         self._probes = 0
+        self._least = 0.0
+        """Acceptance below which no drafts pay in this step."""
+        self._without = self._skipped = 0
+        """Looks in a row since which no draft was accepted; steps since the last of them."""
         self._pace = 1.0
         """What draft passes take, as a multiple of what was measured at load."""
 
@@ -101,8 +108,14 @@ class Speculator:
         nothing: Drafts = [()] * len(requests)
         if self._free <= 0 or self._room <= 0:
             return nothing
-        if self.num_tokens is None and worthless(self.costs, self._load):
-            return nothing
+        if self.num_tokens is None:
+            if self._skipped < min(self._without // REST[0], REST[1]):
+                self._skipped += 1
+                return nothing
+            self._skipped, self._least = 0, least_rate(self.costs, self._load)
+            self._without += 1
+            if self._least >= 1:
+                return nothing
         longest = self.num_tokens or LONGEST
         limits = [min(longest, r.max_total_tokens - r.num_tokens - 1, in_block(r)) for r in requests]
         if isinstance(self.source, LookupSource):
@@ -113,7 +126,7 @@ class Speculator:
         """See `Drafter.observe`."""
         self._accepted += num_accepted
         if num_accepted:
-            self._interval = PROBE[0]
+            self._interval, self._without = PROBE[0], 0
         kind = self._kinds.get(request.id)
         if kind is not None:
             self.book.add(request.id, kind, num_drafts, num_accepted)
@@ -136,13 +149,14 @@ class Speculator:
         alone = not load.others and len(plan.rows) == load.decoding
         if alone:
             attention = load.decoding * costs.attention(load.context) + drafts * costs.token_context * load.context
-            self._learnt.learn(load.decoding + drafts, max(seconds - own - attention, 1e-9))
+            self._learnt.learn(load.decoding + drafts, max(seconds - draft_seconds - attention, 1e-9))
         plain = plain_seconds(self.costs, load)
         net = self._accepted * plain / max(1, load.decoding) - drafts_seconds(self.costs, load, drafts) - own
         self.account.settle(seconds, net)
 
     def forget(self, request: Request) -> None:
         """See `Drafter.forget`."""
+        self._without = 0  # other texts come
         self._kinds.pop(request.id, None)
         self.book.forget(request.id)
         self.source.forget(request)
@@ -185,7 +199,9 @@ class Speculator:
         else:
             rates = [self.book.rate(r.id, kind) if n > 0 else 0.0 for r, kind, n in zip(requests, kinds, limits)]
             seconds = None if self.draft_costs is None else self._draft_seconds
-            lengths = best_lengths(rates, limits, self._load, self.costs, seconds)
+            lengths = [0] * len(requests)
+            if max(rates) > self._least:
+                lengths = best_lengths(rates, limits, self._load, self.costs, seconds)
             if self._learns:
                 lengths = self._affordable(requests, rates, lengths)
             if self._learns and not any(lengths):
@@ -193,6 +209,8 @@ class Speculator:
             for request, kind, limit, length in zip(requests, kinds, limits, lengths):
                 if limit > 0 and not length:
                     self.book.passed_over(request.id, kind)
+        if not any(lengths):
+            return lengths
         lengths = self._within_reach(requests, lengths)
         for request, kind, length in zip(requests, kinds, lengths):
             if length:
