@@ -74,8 +74,8 @@ class LearntCosts:
     RATE = 0.1
     """How much of its error a step corrects; the first steps of a size correct more: a half, a third …"""
     FOLLOW = 0.25
-    """How much of it the points correct that were not met for long, at most: one slow step must not make all sizes dear,
-    since what is dear is not tried again."""
+    """How much of it the points correct that were not met for long, at most: one slow step must not make all sizes
+    dear, since what is dear is not tried again."""
     CLIP, CLIP_FIRST, FIRST = 2.0, 8.0, 3
     """A step counts as at most so many times as long as expected, among the first ones of its size CLIP_FIRST times:
     hiccups do not say what a step costs."""
