@@ -33,7 +33,7 @@ def families(tmp_path_factory):
 
 
 def pairs():
-    return [(name, flavor) for name in FAMILIES for flavor in ("genai", "ort") if (name, flavor) != ("gpt2", "genai")]
+    return [(name, flavor) for name in FAMILIES for flavor in ("genai", "ort")]
 
 
 @pytest.mark.parametrize(("name", "flavor"), pairs())
@@ -80,11 +80,15 @@ def test_genai_config(families, tmp_path):
     assert config["search"]["max_length"] == config["model"]["context_length"] == 256
 
 
-@pytest.mark.parametrize(("flavor", "dtype"), [("genai", "bfloat16"), ("genai", "float16"), ("ort", "float16")])
-def test_other_dtypes(flavor, dtype, families, tmp_path):
-    record, context = export(families("llama"), tmp_path / "out", flavor=flavor, dtype=dtype)
+@pytest.mark.parametrize(
+    ("name", "flavor", "dtype"),
+    [("llama", "genai", "bfloat16"), ("llama", "genai", "float16"), ("llama", "ort", "float16")]
+    + [("gpt2", flavor, dtype) for flavor in ("genai", "ort") for dtype in ("bfloat16", "float16")],
+)
+def test_other_dtypes(name, flavor, dtype, families, tmp_path):
+    record, context = export(families(name), tmp_path / "out", flavor=flavor, dtype=dtype)
     size = (tmp_path / "out" / "model.onnx_data").stat().st_size
-    export(families("llama"), tmp_path / "plain", flavor=flavor)
+    write_graph(families(name), tmp_path / "plain", flavor=flavor)
     assert size < 0.6 * (tmp_path / "plain" / "model.onnx_data").stat().st_size
     if dtype == "bfloat16":  # computed in float32 from rounded weights, and the reference is rounded alike
         assert record["parity"]["prefill_max_difference"] < 1e-4
@@ -130,9 +134,16 @@ def test_a_model_that_no_graph_is_written_for(tmp_path):
         export(tmp_path / "bloom", tmp_path / "out")
 
 
-def test_gpt2_has_one_flavor(families, tmp_path):
-    with pytest.raises(llmopt.UsageError, match="learned positions"):
-        export(families("gpt2"), tmp_path / "out", flavor="genai")
+@pytest.mark.parametrize("name", ["gpt2", "olmo2"])
+def test_a_type_that_genai_has_not_or_has_in_another_form(name):
+    import transformers
+    from llmopt.exporters.onnx.attention import AttentionShape
+    from llmopt.exporters.onnx.genai_config import genai_config
+
+    config = transformers.AutoConfig.for_model(name)
+    found = genai_config(config, transformers.GenerationConfig(), AttentionShape(12, 12, 64), 400, 256, [1])["model"]
+    assert found["type"] == "decoder"
+    assert found["decoder"]["num_hidden_layers"] == config.num_hidden_layers
 
 
 def test_a_recipe_names_the_command(families, tmp_path):

@@ -7,15 +7,18 @@ from dataclasses import replace
 import llmopt
 import pytest
 import torch
+from llmopt.exporters.onnx import OnnxExporter
 from llmopt.exporters.onnx.nbits import BlockWeight, block_size, to_blocks
-from llmopt.runtime.kernels.packed import QuantState, dequantize_codes
+from llmopt.exporters.onnx.prepare import round_linear, turn_conv1d
+from llmopt.runtime.kernels.packed import QuantScheme, QuantState, dequantize_codes
 from llmopt.tests.library_models import optimize
-from llmopt.tests.onnx_models import export, save_family, write_graph
+from llmopt.tests.onnx_models import export, open_loaded, save_family, write_graph
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 
+GPT2_LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 GROUPS = [(16, 96), (32, 96), (64, 128), (128, 256), (48, 96), (256, 512), (72, 72)]
 """Group sizes and columns: blocks of the operator, multiples of blocks, and one group of all columns."""
 
@@ -147,6 +150,34 @@ def test_a_head_that_the_embedding_reads(tiny, tmp_path):
     assert record["parity"]["prefill_max_difference"] < 1e-4
     saved = [(tmp_path / name / "model.onnx_data").stat().st_size for name in ("plain", "out")]
     assert saved[0] - saved[1] > 400 * 64  # more than a byte of each element of the embedding
+
+
+@pytest.mark.parametrize("flavor", ["genai", "ort"])
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_gpt2_with_packed_layers(flavor, activations, tmp_path):
+    """Layers that were Conv1D, rounded to our grid: the graph has their codes and scales as they are, and the proof
+    holds its answers against torch."""
+    from onnx.numpy_helper import to_array
+
+    source = save_family("gpt2", tmp_path / "gpt2")
+    model, context = open_loaded(source, tmp_path / "work")
+    turn_conv1d(model.module)
+    for name in GPT2_LINEARS:
+        parent, _, leaf = name.rpartition(".")
+        block = model.module.get_submodule(f"transformer.h.1.{parent}")
+        setattr(block, leaf, round_linear(getattr(block, leaf), QuantScheme(4, 32)))
+    state = model.module.get_submodule("transformer.h.1.mlp.c_fc").quant_state()
+    (tmp_path / "out").mkdir()
+    exporter = OnnxExporter(flavor=flavor, activations=activations, lm_head="int4", share_head=True, gate_tokens=8)
+    record = exporter.export(model, tmp_path / "out", context)
+    assert record["linears"] == {"float": 4, "MatMulNBits": 5}
+    prefix, parity = "float_" if activations == "int8" else "", record["parity"]
+    assert parity[f"{prefix}decode_max_difference"] < 1e-5 and parity[f"{prefix}greedy_differing"] == 0
+    graph = onnx.load(tmp_path / "out" / "model.onnx").graph
+    tensors = {tensor.name: torch.from_numpy(to_array(tensor).copy()) for tensor in graph.initializer}
+    packed = tensors["layers.1/mlp/c_fc.weight_packed"].view(256, -1)
+    assert torch.equal(torch.stack((packed & 15, packed >> 4), -1).view(256, -1), state.codes)
+    assert torch.equal(tensors["layers.1/mlp/c_fc.weight_scale"], state.scales.float())
 
 
 @pytest.mark.parametrize("flavor", ["genai", "ort"])

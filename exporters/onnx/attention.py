@@ -60,6 +60,10 @@ class Attention(Protocol):
         """
         ...
 
+    def positions(self) -> Name:
+        """int64 [batch, length], the position of each new token, for models that learned an embedding of them."""
+        ...
+
 
 def make_attention(operators: Operators, choices: Choices, shape: AttentionShape, tables: RopeTables) -> Attention:
     kind = GroupQueryAttention if choices.flavor == "genai" else PlainAttention
@@ -107,8 +111,8 @@ class GroupQueryAttention(_Caches):
         def node(op: str, *inputs: Name, **attributes: Any) -> Name:
             return graph.node(op, list(inputs), where="lengths", **attributes)
 
-        count = node("ReduceSum", "attention_mask", graph.ints(1), keepdims=0)
-        self.last = node("Cast", node("Sub", count, graph.ints(1)), to=types.INT32)
+        self.count = node("ReduceSum", "attention_mask", graph.ints(1), keepdims=0)
+        self.last = node("Cast", node("Sub", self.count, graph.ints(1)), to=types.INT32)
         total = node("Gather", node("Shape", "attention_mask"), _scalar(graph, 1), axis=0)
         self.total = node("Cast", total, to=types.INT32)
 
@@ -125,6 +129,19 @@ class GroupQueryAttention(_Caches):
             local_window_size=layer.window or -1, do_rotary=int(layer.rope is not None), rotary_interleaved=0,
         )  # fmt: skip
         return out
+
+    def positions(self) -> Name:
+        """Counted from the mask, as the operator does for its rotation: new tokens stand behind the sequence's others.
+        Those of a first prompt begin at 0, where the padding makes more tokens than the mask counts."""
+        graph = self.graph
+
+        def node(op: str, *inputs: Name, **attributes: Any) -> Name:
+            return graph.node(op, list(inputs), where="positions", **attributes)
+
+        length = node("Gather", node("Shape", "input_ids"), _scalar(graph, 1), axis=0)
+        start = node("Max", node("Sub", self.count, length), _scalar(graph, 0))
+        new = node("Range", _scalar(graph, 0), length, _scalar(graph, 1))
+        return node("Add", node("Unsqueeze", start, graph.ints(1)), new)
 
 
 class PlainAttention(_Caches):
@@ -168,6 +185,10 @@ class PlainAttention(_Caches):
         if heads != groups:
             mixed = node("Reshape", mixed, self._mixed_shape())
         return node("Reshape", node("Transpose", mixed, perm=[0, 2, 1, 3]), graph.ints(0, 0, heads * size))
+
+    def positions(self) -> Name:
+        """An input of the graph."""
+        return "position_ids"
 
     def _softmax(self, scores: Name, layer: AttentionLayer, where: str) -> Name:
         """Over the keys; sinks take part in the sum and are dropped."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ...optimizer.errors import UsageError
-from ...runtime.kernels.packed import PackedLinear
 from ...runtime.kernels.recognize import Layer, ModelStructure, rope_table
 from .attention import Attention, AttentionLayer, AttentionShape, make_attention
-from .graph import MICROSOFT, Graph, Name, onnx_library
+from .graph import Graph, Name, onnx_library
 from .linear import Linears
-from .nbits import BlockWeight, to_blocks
 from .operators import Operators
 from .settings import Choices
+from .tokens import TokenTable
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +37,7 @@ class DecoderWriter:
         self.graph, self.structure, self.choices = graph, structure, choices
         self.linears = Linears(graph, choices)
         self.operators = Operators(graph, choices, self.linears, structure.norm_eps)
-        self._embedding: Name | None = None
-        self.shared = self._shared_head() if choices.share_head else None
-        """The head's weight, where the embedding reads it."""
-        self._shared_names: list[Name] = []
+        self.tokens = TokenTable(self.linears, structure.embedding, structure.head, structure.head_tied)
 
         @cache
         def tables(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,19 +46,19 @@ class DecoderWriter:
         self._tables = tables
 
     def write(self) -> Linears:
-        s, types = self.structure, onnx_library().TensorProto
+        s, operators, types = self.structure, self.operators, onnx_library().TensorProto
         self.graph.input("input_ids", types.INT64, ["batch_size", "sequence_length"])
         shape = AttentionShape(s.heads, s.kv_heads, s.head_dim)
-        element = types.FLOAT16 if self.operators.half else types.FLOAT
+        element = types.FLOAT16 if operators.half else types.FLOAT
         self.graph.output("logits", element, ["batch_size", "sequence_length", s.vocab])
-        attention = make_attention(self.operators, self.choices, shape, self._tables)
-        hidden, delta = self._embed(), None
+        attention = make_attention(operators, self.choices, shape, self._tables)
+        hidden, delta = operators.scale(self.tokens.embed(), s.embedding_scale, "embedding"), None
         for index, layer in enumerate(s.layers):
             hidden, delta = self._layer(index, layer, attention, hidden, delta)
-        normed, _ = self.operators.add_norm(hidden, delta, s.final_norm, "norm")
-        logits = self._head(normed)
-        logits = self.operators.scale(logits, s.logit_scale, "lm_head")
-        logits = self.operators.soft_cap(logits, s.logit_cap, "lm_head")
+        normed, _ = operators.add_norm(hidden, delta, s.final_norm, "norm")
+        logits = self.tokens.logits(normed)
+        logits = operators.scale(logits, s.logit_scale, "lm_head")
+        logits = operators.soft_cap(logits, s.logit_cap, "lm_head")
         self.graph.node("Identity", [logits], ["logits"])
         return self.linears
 
@@ -103,66 +98,3 @@ class DecoderWriter:
         split = self.graph.node("Reshape", [x, self.graph.ints(0, 0, -1, size)], where=where)
         normed = self.operators.rms_norm(split, weight, where)
         return self.graph.node("Reshape", [normed, self.graph.ints(0, 0, -1)], where=where)
-
-    # -- embedding and head
-
-    def _shared_head(self) -> BlockWeight:
-        """Raises UsageError where the embedding cannot read the head's codes."""
-        module = self.structure.head.module
-        weight = to_blocks(module.quant_state()) if isinstance(module, PackedLinear) else None
-        if weight is None or weight.zeros is not None or weight.order is not None:
-            raise UsageError(
-                "the embedding can only read the codes of a head of packed, symmetric weights",
-                "onnx.share_head",
-                "Set `lm_head` to int8 or int4, or leave share_head off",
-            )
-        self.linears.counts["MatMulNBits"] += 1
-        return weight
-
-    def _embed(self) -> Name:
-        s, graph, types = self.structure, self.graph, onnx_library().TensorProto
-        if self.shared is not None:
-            hidden = self._embed_blocks(self.shared)
-        elif self.choices.dtype == "bfloat16":
-            rows = graph.node("Gather", [self._table(), "input_ids"], axis=0, where="embedding")
-            hidden = graph.node("Cast", [rows], to=types.FLOAT, where="embedding")
-        else:
-            hidden = graph.node("Gather", [self._table(), "input_ids"], axis=0, where="embedding")
-        return self.operators.scale(hidden, s.embedding_scale, "embedding")
-
-    def _table(self) -> Name:
-        """The embedding as it is stored."""
-        import torch
-
-        if self._embedding is None:
-            table = self.structure.embedding
-            if self.choices.dtype == "bfloat16":
-                bits = table.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()
-                self._embedding = self.graph.tensor("embedding.weight", bits, onnx_library().TensorProto.BFLOAT16)
-            else:
-                self._embedding = self.linears.plain("embedding.weight", table)
-        return self._embedding
-
-    def _head(self, normed: Name) -> Name:
-        """Logits; a head that is the embedding reads the embedding's tensor."""
-        graph, types = self.graph, onnx_library().TensorProto
-        if self.shared is not None:
-            return self.linears.blocks(self.shared, normed, "lm_head", self._shared_names)
-        if not self.structure.head_tied:
-            return self.linears([self.structure.head], normed, "lm_head")[0]
-        self.linears.counts["float"] += 1
-        table = self._table()
-        if self.choices.dtype == "bfloat16":
-            table = graph.node("Cast", [table], to=types.FLOAT, where="lm_head")
-        turned = graph.node("Transpose", [table], perm=[1, 0], where="lm_head")
-        return graph.node("MatMul", [normed, turned], where="lm_head")
-
-    def _embed_blocks(self, weight: BlockWeight) -> Name:
-        """Rows of the head's rounded codes, dequantized (GatherBlockQuantized)."""
-        graph, where = self.graph, "embedding"
-        packed, scales = self._shared_names = self.linears.block_tensors(weight, "lm_head")
-        flat = graph.node("Reshape", [packed, graph.ints(0, -1)], where=where)
-        return graph.node(
-            "GatherBlockQuantized", [flat, "input_ids", scales], domain=MICROSOFT, where=where,
-            bits=weight.bits, block_size=weight.block, gather_axis=0, quantize_axis=1,
-        )  # fmt: skip

@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
 CONFIG = "genai_config.json"
-TYPES = {"gemma3_text": "gemma3_text", "smollm3": "smollm3"}
-"""transformers' model types → onnxruntime-genai's, where they differ from each other or need a check."""
+TYPES = frozenset({
+    "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "nemotron", "olmo", "phi", "phi3",
+    "qwen2", "qwen3", "smollm3",
+})  # fmt: skip
+"""transformers' model types that onnxruntime-genai has under the same name."""
+DECODER = "decoder"
+"""onnxruntime-genai's type of any other decoder. Its `gpt2` wants keys and values in one tensor, which no buffer can
+hold for past and present alike, so that GPT-2 is one of these too."""
 
 
 def genai_config(
@@ -59,7 +65,7 @@ def genai_config(
         },
         "eos_token_id": end if len(ends) < 2 else ends,
         "pad_token_id": pad if pad is not None else end,
-        "type": TYPES.get(config.model_type, config.model_type),
+        "type": config.model_type if config.model_type in TYPES else DECODER,
         "vocab_size": vocab,
     }
     return {"model": model, "search": _search(generation, context)}

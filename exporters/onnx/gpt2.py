@@ -14,6 +14,7 @@ from .graph import Graph, Name, onnx_library
 from .linear import Linears
 from .operators import Operators
 from .settings import Choices
+from .tokens import TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,71 +25,67 @@ def is_gpt2(module: PreTrainedModel) -> bool:
 
 
 def write_gpt2(graph: Graph, module: PreTrainedModel, choices: Choices) -> tuple[Linears, AttentionShape, int]:
-    """Write the decoder. Raises UsageError for the flavor genai, and for options of GPT-2 that no release uses."""
+    """Write the decoder of a prepared model (`prepare.turn_conv1d`). Raises UsageError for cross-attention, and for
+    an activation without an operator."""
     config: Any = module.config
-    if choices.flavor != "ort":
-        raise UsageError("gpt2 has learned positions, which the flavor genai has not", "onnx.flavor", "Set flavor=ort")
-    if config.add_cross_attention or choices.share_head:
-        raise UsageError("gpt2 is written without cross-attention and without share_head", "onnx")
+    if config.add_cross_attention:
+        raise UsageError("gpt2 is written without cross-attention", "onnx")
     shape = AttentionShape(config.n_head, config.n_head, config.n_embd // config.n_head)
     types = onnx_library().TensorProto
+    base: Any = module.base_model
+    head: Any = module.get_output_embeddings()
     linears = Linears(graph, choices)
     operators = Operators(graph, choices, linears, config.layer_norm_epsilon)
+    tied = getattr(head, "weight", None) is base.wte.weight
+    writer = _Gpt2(base, operators, TokenTable(linears, base.wte.weight, LinearPart("lm_head", head), tied))
     graph.input("input_ids", types.INT64, ["batch_size", "sequence_length"])
     element = types.FLOAT16 if operators.half else types.FLOAT
-    head: Any = module.get_output_embeddings()
     graph.output("logits", element, ["batch_size", "sequence_length", head.out_features])
-    attention = make_attention(operators, choices, shape, _no_rotation)
-    base: Any = module.base_model
-    tokens, positions = linears.plain("wte", base.wte.weight), linears.plain("wpe", base.wpe.weight)
-    hidden = graph.node(
-        "Add",
-        [
-            graph.node("Gather", [tokens, "input_ids"], axis=0, where="embedding"),
-            graph.node("Gather", [positions, "position_ids"], axis=0, where="embedding"),
-        ],
-        where="embedding",
-    )
-    kind = _activation(base.h[0].mlp.act)
-    for index, block in enumerate(base.h):
-        hidden = _block(index, block, kind, hidden, operators, attention)
-    hidden = operators.layer_norm(hidden, base.ln_f.weight, base.ln_f.bias, base.ln_f.eps, "ln_f")
-    if getattr(head, "weight", None) is base.wte.weight:
-        linears.counts["float"] += 1
-        turned = graph.node("Transpose", [tokens], perm=[1, 0], where="lm_head")
-        logits = graph.node("MatMul", [hidden, turned], where="lm_head")
-    else:
-        (logits,) = linears([LinearPart("lm_head", head)], hidden, "lm_head")
+    logits = writer.write(make_attention(operators, choices, shape, _no_rotation))
     graph.node("Identity", [logits], ["logits"])
     return linears, shape, head.out_features
 
 
-def _block(index: int, block: Any, kind: str, hidden: Name, operators: Operators, attention: Attention) -> Name:
-    graph, linears, where = operators.graph, operators.linears, f"layers.{index}"
-    normed = operators.layer_norm(hidden, block.ln_1.weight, block.ln_1.bias, block.ln_1.eps, f"{where}/ln_1")
-    (together,) = linears([_part(f"{where}.c_attn", block.attn.c_attn)], normed, f"{where}/attention")
-    width = block.attn.split_size
-    q, k, v = graph.node("Split", [together, graph.ints(width, width, width)], 3, axis=-1, where=where)
-    layer = AttentionLayer(index, float(block.attn.scaling))
-    mixed = attention(layer, q, k, v, f"{where}/attention")
-    (out,) = linears([_part(f"{where}.c_proj", block.attn.c_proj)], mixed, f"{where}/attention")
-    hidden = graph.node("Add", [hidden, out], where=where)
-    normed = operators.layer_norm(hidden, block.ln_2.weight, block.ln_2.bias, block.ln_2.eps, f"{where}/ln_2")
-    (wide,) = linears([_part(f"{where}.c_fc", block.mlp.c_fc)], normed, f"{where}/mlp")
-    active = operators.activation(kind, wide, f"{where}/mlp")
-    (out,) = linears([_part(f"{where}.mlp.c_proj", block.mlp.c_proj)], active, f"{where}/mlp")
-    return graph.node("Add", [hidden, out], where=where)
+class _Gpt2:
+    """One decoder on its way into a graph. base: transformers' GPT2Model."""
 
+    def __init__(self, base: Any, operators: Operators, tokens: TokenTable) -> None:
+        self.base, self.operators, self.tokens = base, operators, tokens
+        self.graph, self.linears = operators.graph, operators.linears
+        self.kind = _activation(base.h[0].mlp.act)
 
-def _part(name: str, module: Any) -> LinearPart:
-    """A Conv1D (weight [K, N]) as a linear layer."""
-    from torch import nn
+    def write(self, attention: Attention) -> Name:
+        """From input_ids to logits."""
+        learned = self.linears.plain("positions.weight", self.base.wpe.weight)
+        places = self.graph.node("Gather", [learned, attention.positions()], axis=0, where="positions")
+        hidden = self.graph.node("Add", [self.tokens.embed(), places], where="embedding")
+        delta: Name | None = None
+        for index, block in enumerate(self.base.h):
+            hidden, delta = self._block(index, block, attention, hidden, delta)
+        normed, _ = self.operators.add_layer_norm(hidden, delta, self.base.ln_f, "ln_f")
+        return self.tokens.logits(normed)
 
-    rows, columns = module.weight.shape[1], module.weight.shape[0]
-    plain = nn.Linear(columns, rows, device="meta")
-    plain.weight = nn.Parameter(module.weight.detach().t(), requires_grad=False)
-    plain.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
-    return LinearPart(name, plain)
+    def _block(
+        self, index: int, block: Any, attention: Attention, hidden: Name, delta: Name | None
+    ) -> tuple[Name, Name]:
+        """The residual stream before this block's last addition, and what is to be added."""
+        operators, where = self.operators, f"layers.{index}"
+        normed, hidden = operators.add_layer_norm(hidden, delta, block.ln_1, f"{where}/ln_1")
+        q = self._linear("c_attn", block.attn.c_attn, normed, f"{where}/attention")
+        k = v = ""
+        if operators.choices.flavor == "ort":  # GroupQueryAttention takes the three as they come
+            sizes = self.graph.ints(*[block.attn.split_size] * 3)
+            q, k, v = self.graph.node("Split", [q, sizes], 3, axis=-1, where=where)
+        layer = AttentionLayer(index, float(block.attn.scaling))
+        mixed = attention(layer, q, k, v, f"{where}/attention")
+        delta = self._linear("c_proj", block.attn.c_proj, mixed, f"{where}/attention")
+        normed, hidden = operators.add_layer_norm(hidden, delta, block.ln_2, f"{where}/ln_2")
+        wide = self._linear("c_fc", block.mlp.c_fc, normed, f"{where}/mlp")
+        active = operators.activation(self.kind, wide, f"{where}/mlp")
+        return hidden, self._linear("c_proj", block.mlp.c_proj, active, f"{where}/mlp")
+
+    def _linear(self, name: str, module: Any, x: Name, where: str) -> Name:
+        return self.linears([LinearPart(name, module)], x, where)[0]
 
 
 def _activation(module: Any) -> str:

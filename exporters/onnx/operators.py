@@ -47,10 +47,20 @@ class Operators:
         total = x if delta is None else graph.node("Add", [x, delta], where=where)
         return (total if weight is None else self.rms_norm(total, weight, where)), total
 
-    def layer_norm(self, x: Name, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, where: str) -> Name:
-        """The usual layer norm over the last axis."""
-        stored = [self.linears.plain(f"{where}.weight", weight), self.linears.plain(f"{where}.bias", bias)]
-        return self.graph.node("LayerNormalization", [x, *stored], axis=-1, epsilon=epsilon, where=where)
+    def add_layer_norm(self, x: Name, delta: Name | None, norm: Any, where: str) -> tuple[Name, Name]:
+        """`x + delta` (delta None: x) through `norm`, an nn.LayerNorm with a bias, and the sum itself."""
+        graph = self.graph
+        stored = [self.linears.plain(f"{where}.weight", norm.weight), self.linears.plain(f"{where}.bias", norm.bias)]
+        if delta is not None and self.choices.flavor == "genai":
+            normed, total = graph.unique(f"{where}/output"), graph.unique(f"{where}/sum")
+            graph.node(
+                "SkipLayerNormalization", [x, delta, *stored], [normed, "", "", total],
+                domain=MICROSOFT, where=where, epsilon=norm.eps,
+            )  # fmt: skip
+            return normed, total
+        total = x if delta is None else graph.node("Add", [x, delta], where=where)
+        normed = graph.node("LayerNormalization", [total, *stored], axis=-1, epsilon=norm.eps, where=where)
+        return normed, total
 
     def activation(self, kind: str, x: Name, where: str) -> Name:
         """kind: a key of `recognize.ACTIVATIONS`."""

@@ -30,6 +30,7 @@ def prepare(model: nn.Module, choices: Choices, context: Context) -> None:
     `(code - zero) * scale` in float32, as MatMulNBits computes them, without torch's rounding to the scales' dtype.
     """
     unpack_others(model, context)
+    turn_conv1d(model)
     model.float()
     cast("PreTrainedModel", model).set_attn_implementation("eager")
     if choices.lm_head != "stored":
@@ -55,6 +56,21 @@ def unpack_others(model: nn.Module, context: Context) -> None:
         )
 
 
+def turn_conv1d(model: nn.Module) -> None:
+    """Replace transformers' Conv1D (weight [inputs, outputs], as GPT-2 has them) by linear layers."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, Conv1D):
+            continue
+        columns, rows = module.weight.shape
+        plain = nn.Linear(columns, rows, device="meta")
+        plain.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+        plain.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
+        _replace(model, name, plain)
+
+
 def unpack(model: nn.Module) -> None:
     """Replace packed layers by plain ones, so that the reference does not unpack them at every step."""
     for name, module in list(model.named_modules()):
@@ -70,8 +86,12 @@ def _make_plain(model: nn.Module, name: str, layer: Any) -> None:
     plain.weight = nn.Parameter(layer.dequantize().detach().float(), requires_grad=False)
     if layer.bias is not None:
         plain.bias = nn.Parameter(layer.bias.detach().float(), requires_grad=False)
+    _replace(model, name, plain)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, plain)
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 def round_plain(model: nn.Module, choices: Choices, context: Context) -> None:
@@ -94,22 +114,28 @@ def round_head(model: nn.Module, choices: Choices) -> None:
     """Round the head to the grid that the choices name. Raises UsageError where it is quantized, or does not fit."""
     from torch import nn
 
-    from ...passes.quantize.grid import quantize_groups, search_grid, to_groups
-
     whole: Any = model
     head, embedding, scheme = whole.get_output_embeddings(), whole.get_input_embeddings(), HEADS[choices.lm_head]
     if not isinstance(head, nn.Linear):
         raise UsageError("the head is quantized already", "onnx.lm_head", "Set `lm_head: stored`")
     try:
-        groups = to_groups(head.weight.detach(), scheme.num_groups(head.in_features))
+        packed = round_linear(head, scheme)
     except ValueError as error:
         raise UsageError(f"the head cannot be rounded: {error}", "onnx.lm_head", "Set `lm_head: stored`") from None
-    scales, _ = search_grid(groups, scheme.bits, True, head.weight.dtype)
-    codes = quantize_groups(groups, scales, None, scheme.bits).view_as(head.weight)
-    packed = PackedLinear.from_linear(head, codes, scales, None, scheme)
     whole.set_output_embeddings(packed)
     if choices.share_head:
         embedding.weight = nn.Parameter(packed.dequantize(), requires_grad=False)
+
+
+def round_linear(linear: nn.Linear, scheme: QuantScheme) -> PackedLinear:
+    """The layer with each weight at the nearest point of a symmetric grid. Raises ValueError where the scheme's groups
+    do not divide its columns."""
+    from ...passes.quantize.grid import quantize_groups, search_grid, to_groups
+
+    groups = to_groups(linear.weight.detach(), scheme.num_groups(linear.in_features))
+    scales, _ = search_grid(groups, scheme.bits, True, linear.weight.dtype)
+    codes = quantize_groups(groups, scales, None, scheme.bits).view_as(linear.weight)
+    return PackedLinear.from_linear(linear, codes, scales, None, scheme)
 
 
 def note_runtime(spec: RuntimeSpec, context: Context) -> None:
