@@ -99,6 +99,22 @@ def test_other_dtypes(name, flavor, dtype, families, tmp_path):
         assert len(llm.generate("The sea", max_new_tokens=4, ignore_eos=True).token_ids) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "fused"), [("llama", "SkipSimplifiedLayerNormalization"), ("gpt2", "SkipLayerNormalization")]
+)
+def test_norms_are_fused_where_a_graph_need_not_be_exact(name, fused, families, tmp_path):
+    import onnx
+
+    found = []
+    for number, options in enumerate(({}, {"activations": "int8", "lm_head": "int8"})):
+        out = write_graph(families(name), tmp_path / str(number), flavor="genai", **options)
+        graph = onnx.load(out / "model.onnx", load_external_data=False).graph
+        kinds = [node.op_type for node in graph.node]
+        found.append((kinds.count(fused), kinds.count("Pow"), kinds.count("Sqrt")))
+    norms = 5  # two of each layer, and the last
+    assert found[0] == (0, 0, norms) and found[1][0] == norms - 1
+
+
 def test_weights_inside_the_graph(families, tmp_path):
     record, _ = export(families("llama"), tmp_path / "out", external_data=False)
     assert not (tmp_path / "out" / "model.onnx_data").exists()

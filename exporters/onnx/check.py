@@ -89,16 +89,16 @@ def _continue(
     session: OnnxSession, reference: Any, numbers: list[int], rows: list[np.ndarray], cache: Any, meter: Meter
 ) -> None:
     """Compare the prompts' logits, then those of the reference's tokens, one after another."""
-    for number, row in zip(numbers, rows):
+    steps = [reference[f"steps_{number}"] for number in numbers]
+    for number, expected, row in zip(numbers, steps, rows):
         meter.add("prefill", reference[f"prefill_{number}"], row[reference[f"positions_{number}"]])
-        meter.token(reference[f"steps_{number}"][0], row[-1])
+        meter.token(expected[0], row[-1])
     tokens = np.stack([reference[f"tokens_{number}"] for number in numbers])
     for step in range(1, tokens.shape[1]):
         found = session.run(tokens[:, step - 1 : step].tolist(), cache)
-        for number, row in zip(numbers, found):
-            expected = reference[f"steps_{number}"][step]
-            meter.add("decode", expected[None], row)
-            meter.token(expected, row[-1])
+        for expected, row in zip(steps, found):
+            meter.add("decode", expected[step][None], row)
+            meter.token(expected[step], row[-1])
 
 
 @contextmanager
