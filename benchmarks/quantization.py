@@ -60,7 +60,7 @@ class Row:
 
 SOURCE = "unquantized"
 BEST = {"method": "awq", "rounding": "gptq"}
-LEARNED = {"learn_steps": 128, "batch_tokens": 2048}
+LEARNED = {"learn_steps": 320, "batch_tokens": 1024}
 OWN = 384
 """Sequences of the model's own text in the rows that say so."""
 

@@ -168,9 +168,9 @@ class Config(Options):
         0,
         ge=0,
         le=10_000,
-        description="gptq, awq: after a block's layers are rounded, this many steps of descent by gradient signs move "
-        "their codes and scales until the block's outputs come closer to those of the original model (SignRound, Cheng "
-        "et al. 2023). 0: none. 100 to 200 are usual; every step costs about three forward passes of one batch "
+        description="gptq, awq: after a block's layers are rounded, this many steps of descent move their codes and "
+        "scales until the block's outputs come closer to those of the original model (as in SignRound, Cheng "
+        "et al. 2023). 0: none. 100 to 400 are usual; every step costs about three forward passes of one batch "
         "(`batch_tokens`) through the block, so that they take more time than everything else together.",
     )
     min_tokens: int = Field(

@@ -1,9 +1,11 @@
 """Learned rounding: the codes and scales of a block's layers are moved until the block's outputs come closer.
 
-After its layers are quantized, a decoder block is trained by descent along gradient signs (SignRound, Cheng et al.
-2023, arXiv:2309.05516). Each code is the nearest integer to a latent value; gradients pass the rounding as if it were
-not there. A latent starts where the unrounded weight is, as far as its code allows (so that the method before gives the
-start, and weights near a boundary cross it first); a group's scale is stretched by a factor that starts at 1.
+After its layers are quantized, a decoder block is trained, as SignRound does (Cheng et al. 2023, arXiv:2309.05516), but
+by Adam (Kingma and Ba 2015, arXiv:1412.6980) in the place of gradient signs, and with the mean over the second half of
+the steps (Polyak and Juditsky 1992) as the result: near the best code a gradient is mostly noise. Each code is the
+nearest integer to a latent value; gradients pass the rounding as if it were not there. A latent starts where the
+unrounded weight is, as far as its code allows (so that the method before gives the start, and weights near a boundary
+cross it first); a group's scale is stretched by a factor that starts at 1.
 Inputs are the outputs of the quantized blocks before, the targets what the original block gives on the original inputs,
 and a token's squared error counts relative to the mean square of its target, as the norms after the block see it.
 """
@@ -20,9 +22,11 @@ from ...runtime.kernels.packed import PackedLinear
 
 MARGIN = 0.49
 """Steps that a latent may lie from its code at the start."""
-TRAVEL, STRETCH = 0.5, 0.05
+TRAVEL, STRETCH = 1.8, 0.1
 """Sum of the steps, if all were full ones, of a latent (in steps of the grid) and of a scale's factor."""
-MOMENTUM = 0.9
+BETAS = (0.9, 0.95)
+"""Decay of Adam's two moments a step."""
+TINY = 1e-30
 JUDGED = 32
 """Batches, spread evenly, on which a block's error before and after is taken."""
 
@@ -132,7 +136,9 @@ def _descend(
 ) -> None:
     leaves = [leaf for layer in layers for leaf in layer.leaves]
     rates = [rate / steps for _ in layers for rate in (TRAVEL, STRETCH)]
-    momenta = [torch.zeros_like(leaf) for leaf in leaves]
+    groups = [{"params": [leaf], "lr": rate} for leaf, rate in zip(leaves, rates)]
+    optimizer = torch.optim.Adam(groups, betas=BETAS, eps=TINY, fused=True)
+    averages = [leaf.detach().clone() for leaf in leaves]
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     for step in range(steps):
@@ -141,15 +147,21 @@ def _descend(
         with torch.enable_grad():
             output = forward(number)
             upstream = _relative(output.detach(), target(number))
-            scaled = (upstream / upstream.abs().max().clamp(min=torch.finfo(torch.float32).tiny)).to(output.dtype)
+            scaled = (upstream / upstream.abs().max().clamp(min=TINY)).to(output.dtype)
             gradients = torch.autograd.grad(output, leaves, scaled, allow_unused=True)
-        for leaf, momentum, gradient, rate in zip(leaves, momenta, gradients, rates):
-            if gradient is None:  # an expert that this batch does not reach
-                continue
-            momentum.mul_(MOMENTUM).add_(gradient, alpha=1 - MOMENTUM)
-            leaf.detach().add_(momentum.sign(), alpha=-rate * (1 - step / steps))
+        for leaf, gradient in zip(leaves, gradients):
+            leaf.grad = gradient  # None for an expert that this batch does not reach: it stays
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate * (1 - step / steps)
+        optimizer.step()
         for layer in layers:
             layer.clamp()
+        counted = step - steps // 2 + 1
+        if counted > 0:
+            for average, leaf in zip(averages, leaves):
+                average.lerp_(leaf.detach(), 1 / counted)
+    for average, leaf in zip(averages, leaves):
+        leaf.detach().copy_(average)
 
 
 def _relative(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -159,7 +171,7 @@ def _relative(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def _energy(wanted: torch.Tensor) -> torch.Tensor:
     """Mean square of each token's target, float32 [B, L, 1]."""
-    return wanted.float().square().mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return wanted.float().square().mean(-1, keepdim=True).clamp(min=TINY)
 
 
 @torch.no_grad()
