@@ -39,7 +39,7 @@ class Llmopt:
         self.about = {"notes": [n["message"] for n in self.llm.notes], "torch": torch.__version__}
 
     def generate(self, prompts: Tokens, new: int, batch: bool) -> Tokens:
-        found = self.llm.generate(prompts, max_new_tokens=new, ignore_eos=True, temperature=0.0)
+        found: Any = self.llm.generate(prompts, max_new_tokens=new, ignore_eos=True, temperature=0.0)
         return [one.token_ids for one in found]
 
     def profile(self, prompts: Tokens, new: int, batch: bool) -> dict[str, float]:
@@ -194,7 +194,7 @@ class LlamaCpp:
             process.wait()
 
 
-KINDS = {
+KINDS: dict[str, Any] = {
     "llmopt": Llmopt,
     "transformers": Transformers,
     "vllm": Vllm,

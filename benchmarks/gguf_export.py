@@ -72,13 +72,14 @@ def measure(folder: Path, text: str, windows: int, length: int, threads: int) ->
         ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
         parts = [ids[i * length : (i + 1) * length] for i in range(windows)]
         began = time.perf_counter()
-        values = [v for part in parts for v in llm.score(part).logprobs if v is not None]
+        scores: list[Any] = [llm.score(part) for part in parts]
+        values = [v for score in scores for v in score.logprobs if v is not None]
         scoring = time.perf_counter() - began
         llm.generate("Once upon a time", max_new_tokens=8)
         seconds = []
         for _ in range(3):
             began = time.perf_counter()
-            done = llm.generate("Once upon a time", max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            done: Any = llm.generate("Once upon a time", max_new_tokens=NEW_TOKENS, ignore_eos=True)
             seconds.append((time.perf_counter() - began) / done.num_tokens)
         return {
             "bytes": llm.weight_bytes,

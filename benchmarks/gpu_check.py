@@ -133,7 +133,7 @@ def decode(report: Report, name: str, model: Any, args: Any, peak: float, kind: 
     blocks = max(args.batches) * -(-(args.context + args.steps) // block)
     limit = args.context + args.steps + block
     options = {"num_blocks": blocks, "max_model_len": limit, **options}
-    runner = build_runner(model, kind, block_size=block, max_num_seqs=max(args.batches), **options)
+    runner: Any = build_runner(model, kind, block_size=block, max_num_seqs=max(args.batches), **options)
     for batch in args.batches:
         seconds = decode_speed(runner, batch, args.context, args.steps, args.device)
         read = step_bytes(model, batch, args.context)

@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from llmopt.runtime.kernels.decoder import LINEARS, FusedDecoder, build_decoder
+from llmopt.runtime.kernels.decoder import LINEARS, FusedDecoder, StepArrays, build_decoder
 from llmopt.runtime.kernels.linear import quantize_rows
 from llmopt.runtime.kernels.native import instruction_set
 from torch import nn
@@ -48,7 +49,7 @@ def load(path: str) -> nn.Module:
 
 
 def build(path: str, name: str, group: int) -> FusedDecoder:
-    model = load(path)
+    model: Any = load(path)
     if name == "bf16":
         return build_decoder(model)
     if name == "int8":
@@ -64,7 +65,7 @@ def build(path: str, name: str, group: int) -> FusedDecoder:
     return build_decoder(model, activation=activation, lm_head="int4", prove=False)
 
 
-def step(decoder: FusedDecoder, rows: list[tuple[int, int]], logits: str = "last") -> tuple[list, torch.Tensor]:
+def step(decoder: FusedDecoder, rows: list[tuple[int, int]], logits: str = "last") -> tuple[StepArrays, torch.Tensor]:
     """Arguments of a step with (new tokens, context before them) a row, and a buffer for its logits."""
     ids, positions, slots, starts, lengths, tables, wanted = [], [], [], [0], [], [], []
     block = 0
@@ -81,8 +82,8 @@ def step(decoder: FusedDecoder, rows: list[tuple[int, int]], logits: str = "last
         wanted.append(starts[-1] - 1)
         lengths.append(before + n)
         tables.append(blocks + [0] * (width - len(blocks)))
-    arrays = [torch.tensor(a, dtype=torch.int32) for a in (ids, positions, slots, starts, lengths, tables, wanted)]
-    return arrays, torch.empty(len(wanted), decoder.vocab_size)
+    arrays = tuple(torch.tensor(a, dtype=torch.int32) for a in (ids, positions, slots, starts, lengths, tables, wanted))
+    return cast("StepArrays", arrays), torch.empty(len(wanted), decoder.vocab_size)
 
 
 def blocks_needed(rows: list[tuple[int, int]]) -> int:
@@ -166,14 +167,15 @@ def main() -> None:
             decoder = decoders[name]
             arrays, out = step(decoder, rows)
             decoder.profile(True)
-            best: dict[str, float] = {}
+            least: dict[str, float] = {}
             with priority(options.realtime):
                 for _ in range(20 if len(rows) == 1 and rows[0][0] == 1 else 3):
                     decoder.forward(*arrays, out=out)
                     for part, seconds in decoder.profile(True).items():
-                        best[part] = min(best.get(part, 1e9), seconds)
+                        least[part] = min(least.get(part, 1e9), seconds)
             decoder.profile(False)
-            lines.append(f"{case}, {name}: " + ", ".join(f"{part} {s * 1e3:.2f}" for part, s in best.items()) + " ms  ")
+            parts = ", ".join(f"{part} {s * 1e3:.2f}" for part, s in least.items())
+            lines.append(f"{case}, {name}: {parts} ms  ")
     import transformers
 
     names = (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)

@@ -43,22 +43,30 @@ PARTS = ("quality", "capacity", "speed", "seed")
 
 
 def load(options: argparse.Namespace, kv_dtype: str, **more: Any) -> llmopt.LLM:
+    if options.runner == "native":
+        more["rounding"] = "none"
     return llmopt.load(
         options.model, engine="native", runner=options.runner, device="cpu", draft=False, verify=False,
-        kv_dtype=kv_dtype, **({"rounding": "none"} if options.runner == "native" else {}), **more,
+        kv_dtype=kv_dtype, **more,
     )  # fmt: skip
+
+
+def runner_of(llm: llmopt.LLM) -> Any:
+    """The runner of an engine that `load` opened; it has more than the protocol says."""
+    return llm.runner
 
 
 def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Perplexity and divergence by format; the bfloat16 cache's logits, kept as float16, are the reference."""
-    text, rows, kept = read_text(options.text), [], []
+    rows: list[dict[str, Any]] = []
+    text, kept = read_text(options.text), []
     blocks = LENGTH // 32 + TAIL
     for name in options.formats:
         with load(options, name, num_blocks=blocks) as llm:
             bos = llm.tokenizer.bos_token_id is not None and "gemma" in str(llm.module.config.model_type)
             windows = token_windows(text, llm.tokenizer, LENGTH, options.windows, add_bos=bos)
             own, apart = PerplexityMeter(), DivergenceMeter()
-            for index, (ids, logits) in enumerate(cached_logits(llm.runner, windows)):
+            for index, (ids, logits) in enumerate(cached_logits(runner_of(llm), windows)):
                 own.update(ids, logits)
                 if name == options.formats[0]:
                     kept.append(logits.half())
@@ -81,7 +89,8 @@ def capacity(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in options.formats:
         with load(options, name, kv_cache_memory=options.pool_mib << 20) as llm:
-            tokens = (llm.runner.num_blocks - llm.runner.tail_blocks) * llm.runner.block_size
+            runner = runner_of(llm)
+            tokens = (runner.num_blocks - runner.tail_blocks) * runner.block_size
         rows.append({"format": name, "tokens": tokens, "ratio": tokens / (rows[0]["tokens"] if rows else tokens)})
         print(f"{name:10} {tokens:9,} tokens in {options.pool_mib} MiB  {rows[-1]['ratio']:.3f}")
     return rows
@@ -108,15 +117,16 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     count, runners = -(-options.context // 32) + TAIL, {}
     for name in options.formats:
         runners[name] = load(options, name, num_blocks=count)
-        fill(runners[name].runner)
+        fill(runner_of(runners[name]))
     step = StepPlan((Row(0, options.context - 1, (7,), tuple(range(count)), 1),))
     times: dict[str, list[float]] = {name: [] for name in options.formats}
     for _ in range(options.rounds):
         for name, llm in runners.items():
-            llm.runner.execute(step)
+            runner = runner_of(llm)
+            runner.execute(step)
             started = time.perf_counter()
             for _ in range(options.steps):
-                llm.runner.execute(step)
+                runner.execute(step)
             times[name].append((time.perf_counter() - started) / options.steps * 1e3)
     rows = []
     for name in options.formats:
@@ -144,7 +154,7 @@ def seed(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     longest = max(options.contexts)
     with load(options, "auto", num_blocks=-(-longest // 32)) as llm:
-        runner = llm.runner
+        runner = runner_of(llm)
         fill(runner)
         for context in options.contexts:
             table = tuple(range(-(-context // 32)))

@@ -72,7 +72,8 @@ def make_prompts(tokenizer: Any, count: int) -> list[list[int]]:
 
 def by_load(folder: str, prompts: list[list[int]], tokens: int, **options: Any) -> list[list[int]]:
     with llmopt.load(folder, **options) as llm:
-        return [one.token_ids for one in llm.generate(prompts, max_new_tokens=tokens)]
+        found: Any = llm.generate(prompts, max_new_tokens=tokens)  # a list for a list
+        return [one.token_ids for one in found]
 
 
 def by_program(command: Sequence[str], asked: dict[str, Any]) -> list[list[int]]:
@@ -111,7 +112,8 @@ def main() -> int:
     with llmopt.load(folder, num_threads=args.threads) as llm:
         prompts = make_prompts(llm.tokenizer, args.prompts)
         ends = set(llm._opened.eos_token_ids)
-        ours = [one.token_ids for one in llm.generate(prompts, max_new_tokens=args.tokens)]
+        found: Any = llm.generate(prompts, max_new_tokens=args.tokens)  # a list for a list
+        ours = [one.token_ids for one in found]
     print(f"llmopt.load: {len(ours)} prompts of {[len(prompt) for prompt in prompts]} tokens in one batch")
     asked = {"folder": folder, "prompts": prompts, "tokens": args.tokens, "threads": args.threads}
     good = True

@@ -17,10 +17,11 @@ import llmopt
 from llmopt.evaluation.logits import runner_logits, window_logits
 from llmopt.evaluation.perplexity import PerplexityMeter
 from llmopt.evaluation.texts import read_text, token_windows
+from llmopt.runtime.llm import EngineName
 from llmopt.runtime.weight_files import weight_files
 
 
-def measure(folder: Path, text: str, length: int, part: slice, engine: str) -> dict[str, float]:
+def measure(folder: Path, text: str, length: int, part: slice, engine: EngineName) -> dict[str, float]:
     """Perplexity, scored tokens, bytes of weight files and seconds of one model."""
     with llmopt.load(folder, engine=engine) as llm:
         windows = token_windows(text, llm.tokenizer, length)[part]

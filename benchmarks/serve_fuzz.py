@@ -60,8 +60,10 @@ def run(server: ServerProcess, count: int, seed: int, threads: int) -> int:
                     faults.append(f"{number}: {path} {body[:300]!r}: {fault}")
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
-    [worker.start() for worker in workers]
-    [worker.join() for worker in workers]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     idle = server.wait_idle()
     alive, text = server.request("POST", "/v1/completions", {"prompt": "The sky is", "max_tokens": 3})
     print(f"{count} bodies, statuses {dict(sorted(statuses.items()))}, afterwards {alive}: {text[:80].decode()}")

@@ -230,10 +230,12 @@ def soak(
     run, began = Soak(server, seed, pause), time.monotonic()
     threads = [threading.Thread(target=run.work, args=(i,)) for i in range(workers)]
     threads.append(threading.Thread(target=run.watch, args=(began, reload_every)))
-    [thread.start() for thread in threads]
+    for thread in threads:
+        thread.start()
     time.sleep(minutes * 60)
     run.stop.set()
-    [thread.join() for thread in threads]
+    for thread in threads:
+        thread.join()
     idle, end = server.wait_idle(), time.monotonic() + 70
     while (idle["server_tasks"] > before or idle["engine_models"] > 1) and time.monotonic() < end:
         time.sleep(0.5)
@@ -265,12 +267,14 @@ def ends_on_sigterm(server: ServerProcess, run: Soak, workers: int) -> bool:
     """Traffic again, SIGTERM in its middle: the process must drain and end with exit code 0."""
     run.stop.clear()
     threads = [threading.Thread(target=run.work, args=(1000 + i,)) for i in range(workers)]
-    [thread.start() for thread in threads]
+    for thread in threads:
+        thread.start()
     time.sleep(2)
     run.ending.set()
     code = server.terminate()
     run.stop.set()
-    [thread.join() for thread in threads]
+    for thread in threads:
+        thread.join()
     return code == 0
 
 

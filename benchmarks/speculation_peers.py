@@ -22,7 +22,7 @@ def transformers_rows(folder: Path, draft: Path | None) -> dict[str, Row]:
     import torch
     from llmopt.runtime.open import open_model
 
-    model = open_model(folder, "cpu", "bfloat16").module
+    model: Any = open_model(folder, "cpu", "bfloat16").module
     options: dict[str, dict[str, Any]] = {
         "transformers plain": {},
         "transformers prompt_lookup_num_tokens=10": {"prompt_lookup_num_tokens": 10},

@@ -70,7 +70,8 @@ def cell(runner: Any, batch: int, context: int, seconds: float) -> dict[str, flo
         engine.add_request(ids, SamplingParams(max_new_tokens=SPARE, temperature=0.0, ignore_eos=True))
     engine.step()  # the prompts
     engine.step()  # one decode step to warm up
-    steps, inner, until = [], [], time.perf_counter() + seconds
+    steps: list[float] = []
+    inner, until = [], time.perf_counter() + seconds
     while len(steps) < SPARE - 3 and (len(steps) < 3 or time.perf_counter() < until):
         started = time.perf_counter()
         outputs = engine.step()
@@ -95,11 +96,12 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]
     blocks = max(b * (-(-c // 32) + 1) for b, c in cells)
     with llmopt.load(folder, engine="native", runner="native", device="cpu", draft=False, num_blocks=blocks,
                      max_num_seqs=max(BATCHES), verify=False) as llm:  # fmt: skip
-        for half in llm.runner.decoder.kv_cache:
+        runner: Any = llm.runner
+        for half in runner.decoder.kv_cache:
             half.fill_(0.01)  # pages that were never written read faster than memory does
         rows = []
         for batch, context in cells:
-            rows.append(cell(llm.runner, batch, context, options.seconds))
+            rows.append(cell(runner, batch, context, options.seconds))
             row = rows[-1]
             python, speed = row["step_ms"] - row["runner_ms"], batch / row["step_ms"] * 1e3
             print(f"{batch:7d} {context:8d} {row['step_ms']:9.2f} {row['least_ms']:9.2f} {python:9.3f} {speed:9.0f}")

@@ -103,7 +103,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
     Raises RunError where there is none.
     """
-    length = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    config: Any = model.config
+    length = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == length]
     if not lists:
         raise RunError(

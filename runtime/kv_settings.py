@@ -114,7 +114,7 @@ def require_applied(spec: KVCacheSpec, runner: Any, where: str) -> None:
     """Raise RunError where a runner (None: no engine) keeps keys and values otherwise than the spec asks."""
     what_to_do = "Leave `dtype` and kind: sliding out of the pass `kv_cache`, or the attention backend on auto: the "
     what_to_do += "static engine has none."
-    missing = []
+    missing: list[str] = []
     if spec.dtype not in ("auto", applied(runner)):
         missing.append(spec.dtype)
     if spec.kind == "sliding" and sliding(runner) != (spec.sinks, spec.window):

@@ -104,7 +104,7 @@ def read_stored(stored: Stored) -> torch.Tensor:
         raise RunError("the header's shape and offsets do not agree", str(stored.file), "Fetch it again.")
     if not stored.nbytes:
         return tensor
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    view = tensor.view(-1).view(torch.uint8).numpy().data
     try:
         with stored.file.open("rb", buffering=0) as file:
             file.seek(stored.offset)
@@ -161,7 +161,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _header(names: list[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bytes:

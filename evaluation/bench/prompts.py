@@ -75,7 +75,7 @@ class RandomPrompts:
         missing = length - (self.count(prefix) if prefix else self.count(""))
         ids = generator.choices(self._pool, k=max(missing, 0))
         for _ in range(ATTEMPTS):
-            text = prefix + self._tokenizer.decode(ids)
+            text = prefix + str(self._tokenizer.decode(ids))
             excess = self.count(text) - length
             if excess == 0 and text:
                 return text
@@ -99,7 +99,7 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     random.Random(0).shuffle(order)
     found: list[int] = []
     for token in order:
-        text = tokenizer.decode([token])
+        text = str(tokenizer.decode([token]))
         if text.strip() and text.isprintable() and tokenizer.encode(text, add_special_tokens=False) == [token]:
             found.append(token)
             if len(found) == POOL:
@@ -137,7 +137,7 @@ def _request(line: str, where: str, output_len: int) -> Request:
         raise UsageError(f"is not JSON ({error})", where) from None
     if not isinstance(data, dict):
         raise UsageError("is not a JSON object", where, 'Write {"prompt": "…"} or {"messages": […]}.')
-    prompt = data.get("prompt", data.get("messages"))
+    prompt: Any = data.get("prompt", data.get("messages"))
     chat = (
         isinstance(prompt, list)
         and bool(prompt)

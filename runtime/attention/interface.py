@@ -82,7 +82,7 @@ def paged_attention_forward(
     backend: str = getattr(module, BACKEND_ATTRIBUTE)
     scale = layer.key_dim**-0.5 if scaling is None else scaling
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    where = (paged_slots, paged_cu_seqlens_q, paged_seq_lens, paged_block_tables)
+    where: tuple[Any, ...] = (paged_slots, paged_cu_seqlens_q, paged_seq_lens, paged_block_tables)  # all or none
     if layer.kind == "gather":
         if compiling:
             out = torch.ops.llmopt.gathered_attention(q, k, v, *where, scale, layer.window, layer.softcap, backend)
@@ -136,10 +136,12 @@ class StepCache:
         key_cache, value_cache = self.kv[2 * layer.group][layer.index], self.kv[2 * layer.group + 1][layer.index]
         for new, cache in ((key, key_cache), (value, value_cache)):
             cache.flatten(0, 1).index_copy_(0, self.slots, new[0].transpose(0, 1).to(cache.dtype))
-        return tuple(
+        assert self.gather_slots is not None  # given wherever a layer gathers
+        keys, values = (
             cache.flatten(0, 1).index_select(0, self.gather_slots).transpose(0, 1)[None].to(key.dtype)
             for cache in (key_cache, value_cache)
         )
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         return self.offsets

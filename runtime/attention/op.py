@@ -82,6 +82,7 @@ def paged_backend(name: str) -> Callable[..., Tensor]:
     """
     if name.startswith(INVARIANT):
         return partial(_one_by_one, paged_backend(name.removeprefix(INVARIANT)))
+    function: Callable[..., Tensor]
     if name == "reference":
         from .reference import paged_attention_reference as function
     elif name == "torch":

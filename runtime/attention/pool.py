@@ -89,7 +89,8 @@ class KVPool:
                     self.groups.append(KVGroup(*allocate(count, num_blocks + 1, block_size, heads, key_dim, dtype)))
                     continue
                 shape = (count, num_blocks + 1, block_size, heads)
-                key_shape, value_shape = (*shape, key_dim), (*shape, value_dim)
+                key_shape: tuple[int, ...] = (*shape, key_dim)
+                value_shape = (*shape, value_dim)
                 if fmt is not None:
                     key_shape, value_shape = (*shape, fmt.vector_bytes(key_dim)), (*shape, fmt.vector_bytes(value_dim))
                     if fmt.by_channel:

@@ -61,7 +61,7 @@ def freeze_rope(model: nn.Module) -> list[tuple[nn.Module, Any]]:
                 prefix = "" if layer_type is None else f"{layer_type}_"
                 original = getattr(module, f"{prefix}original_inv_freq")
                 getattr(module, f"{prefix}inv_freq").data = original.detach().clone()
-        held = {k: FROZEN if _batch_wide(v) else v for k, v in kinds.items()}
+        held: Any = {k: FROZEN if _batch_wide(v) else v for k, v in kinds.items()}
         module.rope_type = held.get(None, held)
     return frozen
 

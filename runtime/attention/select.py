@@ -141,7 +141,7 @@ def choose(
             raise RunError(f"attention backend {wanted!r} cannot run here: {why}", what_to_do="Use attention='auto'")
         return AttentionChoice(wanted, "asked for", block_size or _block_size(wanted, dtype))
     order = ("varlen", "flash_attn", "triton", "torch") if device.type == "cuda" else ("compiled", "torch")
-    refused = []
+    refused: list[tuple[str, str]] = []
     for name in order:
         why = refusal(name, layers, dtype, device, block_size)
         if not why:

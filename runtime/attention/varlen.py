@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .layer import Batch
 
@@ -88,7 +88,7 @@ def paged_attention_varlen(
         **extra,
     )
     if sinks is None:
-        return result
+        return cast("torch.Tensor", result)  # one tensor where no `return_aux` is given
     out, lse = result
     return apply_sinks(out, lse, sinks)
 

@@ -109,5 +109,6 @@ class CompileRunner(EagerRunner):
             if self._skip_guards:
                 stack.enter_context(torch.compiler.set_stance(skip_guard_eval_unsafe=True))
             else:  # equal sizes are coincidences, not rules
-                stack.enter_context(shapes.patch(use_duck_shape=False))
+                # `patch` is put into the module as torch is imported, where no annotation sees it
+                stack.enter_context(shapes.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             return super()._forward(step, pool)

@@ -23,7 +23,7 @@ from .runner_sliding import reach, sliding_note, sliding_of, useful_blocks
 if TYPE_CHECKING:
     import torch
 
-    from ..kernels.decoder import FusedDecoder
+    from ..kernels.decoder import FusedDecoder, StepArrays
     from .runner_offload import Pairs
 
 LIST_ROWS = 16
@@ -206,14 +206,14 @@ class NativeRunner:
             arguments = self._decode_arrays(plan)
         else:
             a = self._builder.arrays(plan)
-            narrow = (x.astype(np.int32) for x in (a.token_ids, a.positions, a.slots))
-            arguments = tuple(
-                torch.from_numpy(x)
-                for x in (*narrow, a.cu_seqlens_q, a.seq_lens, a.block_tables, a.logit_rows.astype(np.int32))
+            ids, positions, slots, logit_rows = (
+                torch.from_numpy(x.astype(np.int32)) for x in (a.token_ids, a.positions, a.slots, a.logit_rows)
             )
+            starts, lengths, tables = (torch.from_numpy(x) for x in (a.cu_seqlens_q, a.seq_lens, a.block_tables))
+            arguments = ids, positions, slots, starts, lengths, tables, logit_rows
         return self.decoder.forward(*arguments, out=self._logits[:wanted], layers=layers)
 
-    def _decode_arrays(self, plan: StepPlan) -> tuple[torch.Tensor, ...]:
+    def _decode_arrays(self, plan: StepPlan) -> StepArrays:
         """The decoder's seven arguments for rows of one token, as views of one int32 array."""
         import torch
 

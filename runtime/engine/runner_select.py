@@ -16,6 +16,7 @@ KINDS = ("auto", "native", "eager", "compile", "cudagraph")
 
 def runner_class(kind: str) -> type:
     """The class of a runner by its name. Raises UsageError for an unknown one."""
+    cls: type
     if kind == "native":
         from .runner_native import NativeRunner as cls
     elif kind == "eager":
@@ -32,7 +33,7 @@ def runner_class(kind: str) -> type:
 def options_of(kind: str) -> set[str]:
     """Names of the options that a runner takes, those of the runner it builds on included."""
     kinds = ("native", "eager", "cudagraph") if kind == "auto" else (kind,)
-    classes = [c for k in kinds for c in runner_class(k).__mro__ if c is not object]
+    classes: list[Any] = [c for k in kinds for c in runner_class(k).__mro__ if c is not object]
     parameters = [p for c in classes for p in inspect.signature(c.__init__).parameters.values()]
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 

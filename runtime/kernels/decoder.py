@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from .linear import NativeLinear, order_of_groups, quantize_rows
 from .native import CACHE_FORMATS, PARTS, DecoderSpec, LayerSpec, StepArgs, contiguous, library, set_num_threads
 from .proof import Proof, check, expected_logits
 from .recognize import ACTIVATIONS, LinearPart, ModelStructure, UnsupportedModel, recognize, rope_table
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ERRORS = {
     -2: "a token id lies outside the vocabulary",
@@ -31,6 +34,12 @@ LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm", "q_norm", "k_norm", "sinks")
 ROPE_START = 4096
 HEAD_GROUP = 32
+
+Integers: TypeAlias = "torch.Tensor | np.ndarray | Sequence[int]"
+StepArrays: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+"""The first seven arguments of `FusedDecoder.forward`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class DecoderOptions:
 
 def _native_linear(part: LinearPart, how: str, options: DecoderOptions, dtype: torch.dtype) -> NativeLinear:
     """Packs one part. how: `stored`, `bfloat16`, `int8` or `int4`."""
-    module = part.module
+    module: Any = part.module  # nn.Linear, or a packed layer with `quant_state`
     rows = slice(part.first, part.first + (part.rows or module.out_features))
     bias = getattr(module, "bias", None)
     bias = None if bias is None else bias[rows]
@@ -234,13 +243,13 @@ class FusedDecoder:
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        block_tables: torch.Tensor,
-        logit_rows: torch.Tensor,
+        token_ids: Integers,
+        positions: Integers,
+        slots: Integers,
+        starts: Integers,
+        lengths: Integers,
+        block_tables: torch.Tensor | np.ndarray | Sequence[Sequence[int]],
+        logit_rows: Integers,
         out: torch.Tensor | None = None,
         layers: torch.Tensor | None = None,
     ) -> torch.Tensor:

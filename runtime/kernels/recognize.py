@@ -166,6 +166,7 @@ def _linear(parent: nn.Module, name: str, where: str, first: int = 0, rows: int 
 
 
 def _window(attention: nn.Module, config: Any, index: int) -> int:
+    window: Any
     if hasattr(attention, "sliding_window"):
         window = attention.sliding_window
     else:
@@ -278,8 +279,11 @@ def recognize(model: nn.Module) -> ModelStructure:
     factor = float((plain * scaled).sum() / plain.pow(2).sum().clamp_min(1e-30))
     if not torch.allclose(scaled, plain * factor, rtol=0.01, atol=1e-6):
         raise _fail(f"its embedding ({type(embedding).__name__}) is no table times a factor")
-    factor = float(embedding.embed_scale.to(embedding.weight.dtype)) if hasattr(embedding, "embed_scale") else factor
+    exact: Any = getattr(embedding, "embed_scale", None)
+    factor = factor if exact is None else float(exact.to(embedding.weight.dtype))
     final_norm = _norm(base.norm, "norm", norms)
+    if final_norm is None:
+        raise _fail("it has no norm before the head")
     if len(norms.epsilons) != 1:
         raise _fail(f"its norms use different epsilons {sorted(norms.epsilons)}")
     attention = base.layers[0].self_attn
