@@ -111,7 +111,8 @@ class HuggingFaceExporter(Exporter):
         if module.is_remote_code():
             from transformers.dynamic_module_utils import custom_object_save
 
-            custom_object_save(module, directory, config=module.config)
+            # its annotation leaves out the configuration object that its docstring names
+            custom_object_save(module, directory, config=module.config)  # type: ignore[arg-type]
         module.config.save_pretrained(directory)
         if model.weights is not None and not by_gptq:
             write_shards(module, model.weights, directory, limit)

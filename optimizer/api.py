@@ -90,6 +90,7 @@ def load_recipe(
         extra = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in (settings or {}).items()]
         loaded = Recipe.load(recipe, [*extra, *overrides])  # type: ignore[arg-type]
     else:
+        data: dict[str, Any]
         data = dict(recipe) if isinstance(recipe, dict) else {"passes": [_entry(p) for p in passes or ()]}
         data.update(settings or {})
         data.setdefault("name", "custom")

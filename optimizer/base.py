@@ -28,6 +28,10 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
+class NoOptions(Options):
+    """No options."""
+
+
 @dataclass
 class ModulePlan:
     """What a pass will do to one module. Sizes are bytes of its weights."""
@@ -111,9 +115,7 @@ class Plugin(ABC):
     modules read one at a time (`LoadedModel.loaded`) and, where it changes weights, commits the changed tensors to
     `context.checkpoint` and overlays them. For a plugin that says False the whole model is read into memory."""
 
-    class Config(Options):
-        """No options."""
-
+    Config: ClassVar[type[Options]] = NoOptions
     config: Any
 
     def __init__(self, config: Options | None = None, **options: Any) -> None:

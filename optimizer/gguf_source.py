@@ -8,6 +8,7 @@ import os
 import shutil
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 from ..runtime.open import quiet_transformers
 from .errors import MissingDependency, RunError
@@ -74,7 +75,7 @@ def _convert(file: Path, out: Path) -> None:
         pass  # releases before GgufConfig always dequantize
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
-        model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.bfloat16, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.bfloat16, **options)
     except Exception as error:
         what = f"transformers cannot load this GGUF model: {type(error).__name__}: {error}"
         raise RunError(what, str(file), "Give a Hugging Face folder instead") from None

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .runtime_spec import RuntimeSpec
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..runtime.lazy import LazyWeights
 
@@ -49,7 +48,7 @@ class LoadedModel:
     be read module by module (`loaded`). Only passes that declare `streams` are given such a model.
     """
 
-    module: nn.Module
+    module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     source: SourceIdentity
     runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
@@ -77,7 +76,7 @@ class LoadedModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        return self.module.generation_config
+        return cast("GenerationConfig", self.module.generation_config)  # every model that can generate has one
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +103,7 @@ class ModelInfo:
     trust_remote_code: bool = False
 
     @cached_property
-    def skeleton(self) -> nn.Module:
+    def skeleton(self) -> PreTrainedModel:
         """The model's modules on the meta device; never given weights."""
         import torch
         from transformers import AutoModelForCausalLM

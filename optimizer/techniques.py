@@ -111,7 +111,7 @@ def artifact(source: SourceIdentity, recipe: str, settings: TechniqueSettings, l
     place = cache_dir() / "techniques" / f"{recipe}-{key}"
     if not (place / "llmopt.json").is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
-        more = {} if settings.dtype == "auto" else {"dtype": settings.dtype}
+        more: dict[str, Any] = {} if settings.dtype == "auto" else {"dtype": settings.dtype}
         named = str(source.folder)
         trust = settings.trust_remote_code
         optimize(

@@ -99,7 +99,7 @@ def save(student: PreTrainedModel, tokenizer: Any, folder: Path, dtype: torch.dt
     """Write the student as a Hugging Face folder of its own, in `dtype`."""
     from ..runtime.open import quiet_transformers
 
-    whole = copy.deepcopy(student).to(dtype)
+    whole = copy.deepcopy(student).to(dtype)  # type: ignore[arg-type]  # transformers' decorator loses `self`
     whole.config.dtype = dtype
     with quiet_transformers():
         whole.save_pretrained(folder)

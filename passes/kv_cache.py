@@ -103,7 +103,7 @@ class KVCache(Pass):
 
     def _summary(self) -> str:
         config = self.config
-        kind = config.kind
+        kind: str = config.kind
         if kind == "sliding":
             kind += f" ({config.sinks} sinks, window {config.window})"
         elif kind == "offloaded":

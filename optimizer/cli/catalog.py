@@ -93,7 +93,7 @@ def _options(model: type[BaseModel], prefix: str = "") -> None:
         out.print("No options.")
     for name, field in model.model_fields.items():
         annotation = field.annotation
-        nested = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        nested = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
         default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
         shown = "required" if default is PydanticUndefined else "" if nested else f"default {default!r}"
         kind = "" if nested else _type_name(annotation)
@@ -103,7 +103,7 @@ def _options(model: type[BaseModel], prefix: str = "") -> None:
         if field.description:
             out.print(f"      {field.description}", highlight=False, markup=False)
         if nested:
-            _options(annotation, f"{prefix}{name}.")
+            _options(nested, f"{prefix}{name}.")
 
 
 def _type_name(annotation: Any) -> str:

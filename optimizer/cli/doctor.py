@@ -96,8 +96,13 @@ def _library(name: str, module: str | None = None) -> Finding:
     found = library_version(name)
     if found is None:
         return Finding(name, "absent", detail=f"pip install {name}")
-    module = name.replace("-", "_") if module is None else module
-    return _try(name, found, lambda: importlib.import_module(module) and "") if module else Finding(name, "ok", found)
+    wanted = name.replace("-", "_") if module is None else module
+
+    def check() -> str:
+        importlib.import_module(wanted)
+        return ""
+
+    return _try(name, found, check) if wanted else Finding(name, "ok", found)
 
 
 def _try(name: str, version: str, check: Callable[[], str]) -> Finding:

@@ -6,8 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..events import Event, Listener, json_lines, silent
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 TITLES = {
     "load": "loading the source",
@@ -111,7 +115,7 @@ class RichListener:
         ]
         self.progress = Progress(*columns, console=self.console, transient=True)
         self.progress.start()
-        self.task = None
+        self.task: TaskID | None = None
         self.started = time.monotonic()
         return self
 

@@ -141,7 +141,7 @@ class HessianCollector:
         for name in called + [name for name in self.layers if name not in self._pending]:
             key = tuple(id(x) for x in self._pending.get(name, [])) or (-1 - len(groups),)
             if key not in groups:
-                layer = self.layers[name]
+                layer: Any = self.layers[name]  # nn.Linear, or a module that stands in for one
                 hessian = Hessian(layer.in_features, layer.weight.device)
                 groups[key] = InputGroup([], hessian, len(groups))
             groups[key].names.append(name)

@@ -14,6 +14,7 @@ from .schemes import describe
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from ...optimizer.model import LoadedModel, ModelInfo
     from .preflight import Preflight
@@ -170,7 +171,7 @@ def _note_damping(layers: list[dict[str, Any]], asked: float, context: Context) 
         )
 
 
-def _untie(module: nn.Module) -> None:
+def _untie(module: PreTrainedModel) -> None:
     """Let the configuration say that the head has a weight of its own."""
     for config in {id(c): c for c in (module.config, module.config.get_text_config())}.values():
         config.tie_word_embeddings = False

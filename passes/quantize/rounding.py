@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ def round_group(model: nn.Module, targets: list[Target], group: InputGroup, conf
             where=names,
             what_to_do="Check the weights before this module, or load the model in a wider dtype.",
         )
-    weights = {target.name: model.get_submodule(target.name).weight.detach() for target in targets}
+    weights = {t.name: cast("torch.Tensor", model.get_submodule(t.name).weight).detach() for t in targets}
     dtypes = {name: weight.dtype for name, weight in weights.items()}
     if cross is not None:
         with _factorizing(names):

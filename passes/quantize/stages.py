@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -111,7 +111,8 @@ def remember(work: BlockWork) -> None:
     """Keep the weights that learned rounding starts from."""
     if work.learns:
         for target in work.targets:
-            work.values[target.name] = work.model.get_submodule(target.name).weight.detach().clone()
+            layer: Any = work.model.get_submodule(target.name)
+            work.values[target.name] = layer.weight.detach().clone()
 
 
 def round_without_data(work: BlockWork) -> None:
@@ -166,7 +167,7 @@ def _round_in_parts(work: BlockWork, parts: Parts, calibrated: dict[str, Target]
     full = {own[layer]: name for name, layer in work.layers(list(calibrated)).items()}
     before: tuple[str, ...] = ()
     for number, part in enumerate(parts.parts):
-        layer = work.block.get_submodule(part.names[0])
+        layer: Any = work.block.get_submodule(part.names[0])  # nn.Linear, or a module that stands in for one
         hessian = Hessian(layer.in_features, layer.weight.device)
         with dense(work.block, before), parts.entered(number):
             for key, batch in enumerate(work.captured):
@@ -212,7 +213,7 @@ def learn(work: BlockWork) -> None:
     )
     for line in work.lines:
         if line["name"] in packed:
-            scales = scale_values(work.model.get_submodule(line["name"])).abs()
+            scales = scale_values(cast("PackedLinear", work.model.get_submodule(line["name"]))).abs()
             line.update(
                 scale_min=float(scales.min()),
                 scale_max=float(scales.max()),

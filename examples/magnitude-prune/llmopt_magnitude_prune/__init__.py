@@ -37,7 +37,7 @@ class MagnitudePrune(llmopt.Pass):
         names = self._targets(context.info)
         layers = []
         for step, name in enumerate(names, 1):
-            weight = model.module.get_submodule(name).weight
+            weight = model.module.get_parameter(f"{name}.weight")
             with torch.no_grad():
                 count = int(weight.numel() * self.config.sparsity)
                 order = weight.detach().abs().flatten().argsort(stable=True)
