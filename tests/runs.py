@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llmopt
 import torch
@@ -42,7 +42,7 @@ class Tokens:
     num_tokens = 128
 
 
-def quantize(model: PreTrainedModel, **options: object) -> PassReport:
+def quantize(model: PreTrainedModel, **options: Any) -> PassReport:
     """The pass alone on a model in memory, calibrated on `Tokens`."""
     tensors = {n: TensorInfo(tuple(t.shape), "F32", t.nbytes, "model") for n, t in model.state_dict().items()}
     source = SourceIdentity("tiny", "folder", Path("."), "0" * 64)

@@ -147,7 +147,8 @@ class Server:
 
     @property
     def gate(self) -> threading.Event:
-        return self.engine.runner.gate
+        runner: Any = self.engine.runner
+        return runner.gate
 
 
 def until(condition) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ ROWS = {  # (tokens in this step, tokens of context before it)
     "one": [(1, 70)],
     "prefill": [(45, 0)],
 }
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 6},
     "window_of_one": {"window": 1},
@@ -218,7 +219,7 @@ def test_active_batch_is_used_only_for_its_own_tensors() -> None:
     assert made is not batch and (made.max_q, made.max_k) == (other.max_q, other.max_k)
 
 
-def layer(**changes: object) -> AttentionLayer:
+def layer(**changes: Any) -> AttentionLayer:
     base = {"layer_idx": 0, "num_heads": 4, "num_kv_heads": 2, "key_dim": 8, "value_dim": 8,
             "cache_heads": 2, "cache_key_dim": 8, "cache_value_dim": 8}  # fmt: skip
     return AttentionLayer(**{**base, **changes})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +64,7 @@ SOURCES = {
 REFUSED = {"olmo2": {ATTENTION, MLP}, "gpt_neox": {("dense_4h_to_h",)}}
 
 
-def make(kind: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
+def make(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A random model whose norms and biases are no ones and zeros, with some large channels."""
     config = AutoConfig.for_model(kind, **{**SMALL, **EXTRA.get(kind, {}), **changes})
     torch.manual_seed(0)
@@ -79,7 +81,11 @@ def block_runs(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[[], tor
     _, blocks = find_blocks(model)
     ids = torch.randint(3, 96, (1, 24), generator=torch.Generator().manual_seed(1))
     batch = capture(model, blocks, [ids])[0]
-    return [(b, lambda i=i, b=b: batch.calls[i].run(b, batch.hidden).detach()) for i, b in enumerate(blocks)]
+
+    def run(index: int, block: nn.Module) -> torch.Tensor:
+        return batch.calls[index].run(block, batch.hidden).detach()
+
+    return [(block, partial(run, index, block)) for index, block in enumerate(blocks)]
 
 
 def leaves(names: tuple[str, ...]) -> tuple[str, ...]:

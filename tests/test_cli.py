@@ -227,7 +227,12 @@ def test_time_left_is_the_events_own_where_it_has_one(listener: Any, monkeypatch
     now = [1000.0]
     monkeypatch.setattr("llmopt.optimizer.cli.progress.time.monotonic", lambda: now[0])
     said: list[str] = []
-    monkeypatch.setattr("llmopt.optimizer.cli.progress.duration", lambda seconds: said.append(f"{seconds:g}") or "x")
+
+    def duration(seconds: float) -> str:
+        said.append(f"{seconds:g}")
+        return "x"
+
+    monkeypatch.setattr("llmopt.optimizer.cli.progress.duration", duration)
     opened: Any = contextlib.nullcontext(listener()) if listener is PlainListener else listener()
     with opened as heard:
         heard(Event("stage_started", "quantize"))

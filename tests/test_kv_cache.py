@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import llmopt
 import pytest
@@ -41,7 +42,7 @@ def info(tiny_model) -> ModelInfo:
     return describe(resolve(tiny_model))
 
 
-def llama(seed: int = 0, **changes: object) -> torch.nn.Module:
+def llama(seed: int = 0, **changes: Any) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def model_of(kind: str = "llama", **changes: object) -> torch.nn.Module:
+def model_of(kind: str = "llama", **changes: Any) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(1)
@@ -86,7 +87,7 @@ def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-RUNNERS = {
+RUNNERS: dict[str, dict[str, Any]] = {
     "native": {"kind": "native"},
     "compiled": {"kind": "eager", "attention": "compiled"},
     "torch": {"kind": "eager", "attention": "torch", "block_size": 8},
@@ -95,7 +96,7 @@ RUNNERS = {
 }
 
 
-def runner_of(name: str, model: torch.nn.Module, **more: object):
+def runner_of(name: str, model: torch.nn.Module, **more: Any):
     if name in ("native", "compiled") and unavailable_reason():
         pytest.skip(unavailable_reason())
     return build_runner(model, **{**RUNNERS[name], "kv_sinks": SINKS, "kv_window": WINDOW, "num_blocks": 24, **more})
@@ -108,7 +109,7 @@ def scheduled_logits(runner, ids: list[int], seed: int) -> torch.Tensor:
 
     rng = random.Random(seed)
     scheduler = make_scheduler(SchedulerConfig(max_num_seqs=4), runner)
-    tables = [scheduler.new_table(), scheduler.new_table()]
+    tables: list[Any] = [scheduler.new_table(), scheduler.new_table()]
     other, done, parts = text(200, 9), [0, 0], []
     while done[0] < len(ids):
         rows = []

@@ -148,7 +148,8 @@ class Pair(nn.Module):
 def fixed(name: str):
     """A `choose` without measurement: `name` for up to 16 rows, dequantize above."""
     others = {n: "not wanted" for n in CANDIDATES if n not in (name, "dequantize")}
-    few, many = {name: 1.0, "dequantize": 2.0}, {name: 2.0, "dequantize": 1.0}
+    few: dict[str, float | None] = {name: 1.0, "dequantize": 2.0}
+    many: dict[str, float | None] = {name: 2.0, "dequantize": 1.0}
     return lambda case: Choice({1: few, 4: few, 16: few, 64: many, 256: many, 1024: many}, others)
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import llmopt
 import pytest
@@ -92,7 +93,7 @@ def test_stream_joins_to_generate(llm: LLM):
 
 
 def test_leaving_a_stream_early_leaves_the_model_usable(llm: LLM):
-    stream = llm.stream("Hello", max_new_tokens=200, ignore_eos=True)
+    stream: Any = llm.stream("Hello", max_new_tokens=200, ignore_eos=True)
     next(stream)
     stream.close()
     assert llm.generate("Hello", max_new_tokens=3).num_tokens <= 3
@@ -109,7 +110,8 @@ def test_params_for_all_or_one_each(llm: LLM):
 
 
 def test_several_sequences_of_one_prompt(llm: LLM):
-    first, second = llm.generate(["a", "b"], n=3, temperature=1.5, seed=1, max_new_tokens=8)
+    found: Any = llm.generate(["a", "b"], n=3, temperature=1.5, seed=1, max_new_tokens=8)
+    first, second = found
     assert [one.index for one in first] == [0, 1, 2]
     assert len({tuple(one.token_ids) for one in first}) > 1
     assert first[0].prompt_token_ids != second[0].prompt_token_ids
@@ -237,10 +239,11 @@ def test_the_artifacts_drafts_run_and_change_nothing(folder: Path, tmp_path: Pat
     for draft in (True, False):
         with load(out, engine=engine, draft=draft) as llm:
             assert llm.generate(prompt, max_new_tokens=24, ignore_eos=True).token_ids == plain
+            backend: Any = llm._backend
             if engine == "native":
-                accepted = llm._backend.engine.metrics().spec_decode_num_accepted_tokens_total
+                accepted = backend.engine.metrics().spec_decode_num_accepted_tokens_total
             else:
-                accepted = llm._backend.num_accepted
+                accepted = backend.num_accepted
             assert (accepted > 0) == draft
 
 

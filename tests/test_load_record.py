@@ -74,7 +74,8 @@ def twice(folder: Path, **options: Any) -> torch.Tensor:
         assert by_record(second), second.notes
         assert not fallbacks(second)
         assert torch.equal(logits(second), want)
-        assert second.runner is not None and second.runner.decoder.proof.relative_error > 0
+        runner: Any = second.runner
+        assert runner.decoder.proof.relative_error > 0
     return want
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 BITS = range(2, 9)
 
 
-def tiny_model(tied: bool = False, seed: int = 0, **options: object) -> LlamaForCausalLM:
+def tiny_model(tied: bool = False, seed: int = 0, **options: Any) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=96,
         hidden_size=64,
@@ -48,8 +49,9 @@ def pack_model(model: torch.nn.Module, schemes: dict[str, QuantScheme]) -> None:
                 model.set_submodule(name, pack(module, scheme))
 
 
-def save(model: torch.nn.Module, folder: Path) -> dict:
+def save(model: Any, folder: Path) -> dict:
     config = quantization_config(model)
+    assert config is not None
     model.config.quantization_config = config
     model.save_pretrained(folder)
     return config
@@ -206,15 +208,17 @@ def test_a_model_without_packed_layers_has_no_quantization_config() -> None:
     assert quantization_config(tiny_model()) is None
 
 
-def checkpoint_config(**changes: object) -> dict:
+def checkpoint_config(**changes: Any) -> dict:
     """As llm-compressor writes it for W4A16."""
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
         "observer": "minmax", "observer_kwargs": {}, "scale_dtype": None, "strategy": "group", "symmetric": True,
         "type": "int", "zp_dtype": None,
     }  # fmt: skip
     weights.update(changes.pop("weights", {}))
-    group = {"format": "pack-quantized", "input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    group: dict[str, Any] = {
+        "format": "pack-quantized", "input_activations": None, "output_activations": None, "targets": ["Linear"],
+    }  # fmt: skip
     group.update(changes.pop("group", {}))
     config = {
         "config_groups": {"group_0": {**group, "weights": weights}},

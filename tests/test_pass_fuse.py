@@ -118,9 +118,12 @@ def test_engines_fuse_where_modules_are_called(device: str, decoder: Any) -> Non
     )
     q_proj = model.module.model.layers[0].self_attn
     seen = []
-    apply_around(
-        opened, lambda: (seen.append(isinstance(q_proj.q_proj, FusedPart)), SimpleNamespace(decoder=decoder))[1]
-    )
+
+    def build() -> Any:
+        seen.append(isinstance(q_proj.q_proj, FusedPart))
+        return SimpleNamespace(decoder=decoder)
+
+    apply_around(opened, build)
     assert seen == [device == "cuda"]
     assert isinstance(q_proj.q_proj, FusedPart) == (decoder is None)
     assert len(notes) == 1 and ("in any case" in notes[0]) == (decoder is not None)

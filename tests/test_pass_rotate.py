@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ OUTPUT_NORMS = ["gemma2", "gemma3_text", "olmo2", "glm4", "exaone4"]
 SOURCE = SourceIdentity("tiny", "folder", Path("."), "0" * 64)
 
 
-def make(kind: str, dtype: torch.dtype = torch.float32, **changes: object) -> tuple[LoadedModel, ModelInfo]:
+def make(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[LoadedModel, ModelInfo]:
     config = AutoConfig.for_model(kind, **{**SMALL, **EXACT.get(kind, {}), **changes})
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -121,7 +121,7 @@ def test_block_by_block_gradients_are_those_of_the_whole_model(kind: str, tmp_pa
 
     squares = {name: torch.zeros(rows) for name, (rows, _) in info.linear_shapes.items()}
     inner = next(name for name in names if name.endswith("1.fc2") or name.endswith("1.mlp.down_proj"))
-    weighted, weight = 0.0, 0.0
+    weighted, weight = torch.zeros(()), torch.zeros(())
     generator = torch.Generator().manual_seed(7)
     for ids in Tokens().batches():
         seen: dict[str, list[torch.Tensor]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from llmopt.optimizer.errors import UsageError
@@ -72,23 +74,24 @@ def test_the_error_falls_and_the_result_repeats() -> None:
     packed, weight = layer()
     mixed = torch.randn(64, 64) @ torch.diag(torch.linspace(0.1, 3, 64)) @ torch.randn(64, 64)  # correlated inputs
     inputs = [torch.randn(2, 40, 64) @ mixed for _ in range(4)]
-    results = []
-    for _ in range(2):
+
+    def once() -> tuple[Any, torch.Tensor]:
         block = Block(packed)
         found = learn_rounding(
             block,
             {"layer": weight},
-            lambda n, block=block: block(inputs[n]),
+            lambda n: block(inputs[n]),
             lambda n: nn.functional.linear(inputs[n], weight, packed.bias),
             len(inputs),
             steps=60,
             seed=3,
         )
-        results.append((found, block.layer.dequantize()))
-    found, value = results[0]
+        return found, block.layer.dequantize()
+
+    (found, value), again = once(), once()
     assert found.error_after < 0.9 * found.error_before
     assert 0 < found.changed["layer"] < 1
-    assert torch.equal(value, results[1][1]) and found == results[1][0]
+    assert torch.equal(value, again[1]) and found == again[0]
 
 
 def test_nothing_changes_where_the_error_cannot_fall() -> None:

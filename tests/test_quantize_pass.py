@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 128}
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -48,7 +49,7 @@ class FakeCalibration:
 
 
 def make(
-    kind: str = "llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: object
+    kind: str = "llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any
 ) -> tuple[LoadedModel, ModelInfo]:
     options = {**SMALL, **ARCHITECTURES.get(kind, {}), **changes} if kind != "gpt2" else {**GPT2, **changes}
     config = AutoConfig.for_model(kind, **options)

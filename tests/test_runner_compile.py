@@ -7,6 +7,7 @@ instead of replayed, so that the structure (sizes, buckets, filler rows, buffers
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def assert_like_eager(model: torch.nn.Module, runner: ModelRunner) -> None:
     eager.close()
 
 
-OPTIONS = {"block_size": 4, "num_blocks": 40, "attention": "torch"}
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 40, "attention": "torch"}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -91,7 +92,7 @@ def test_model_that_is_not_one_graph_is_refused() -> None:
 
 def test_captured_steps_fill_up_to_their_bucket() -> None:
     model = tiny()
-    sizes = []
+    sizes: list[int] = []
 
     def capture(function):  # type: ignore[no-untyped-def]
         function()

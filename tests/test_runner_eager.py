@@ -42,7 +42,8 @@ def test_layout_is_what_the_plan_says(seed: int) -> None:
         rows.append(Row(i, start, tuple(rng.choices(range(VOCAB), k=count)), table, wanted))
     plan = StepPlan(tuple(rows))
     step = to_device(builder.arrays(plan), torch.device("cpu"))
-    tokens, positions, slots, logit_rows, bounds = [], [], [], [], [0]
+    logit_rows: list[int] = []
+    tokens, positions, slots, bounds = [], [], [], [0]
     for row in rows:
         for i, token in enumerate(row.token_ids):
             at = row.start + i

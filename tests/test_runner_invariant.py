@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def all_logits(runner: ModelRunner, seed: int) -> list[torch.Tensor]:
 )
 def test_same_bits_in_any_company(architecture: str, dtype: torch.dtype, attention: str) -> None:
     model = tiny(architecture, dtype)
-    runner = build_runner(model, batch_invariant=True, attention=attention, num_blocks=24)
+    runner: Any = build_runner(model, batch_invariant=True, attention=attention, num_blocks=24)
     assert runner.tile == (1 if "moe" in architecture else 16)
     first = all_logits(runner, 1)
     for seed in (2,):
@@ -85,7 +86,7 @@ def test_same_bits_in_any_company(architecture: str, dtype: torch.dtype, attenti
 
 def test_notes_state_the_cost_and_other_runners_refuse() -> None:
     model = tiny("llama", torch.float32)
-    runner = build_runner(model, "eager", batch_invariant=True, num_blocks=8)
+    runner: Any = build_runner(model, "eager", batch_invariant=True, num_blocks=8)
     assert any("throughput does not grow" in note for note in runner.notes)
     assert runner.execute(StepPlan((Row(0, 0, (5, 6), (1,), 0),))).shape == (0, VOCAB)
     runner.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tiny_llama(**changes: object) -> torch.nn.Module:
+def tiny_llama(**changes: Any) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -36,7 +37,7 @@ def tiny_llama(**changes: object) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
 
 
-def native_or_skip(model: torch.nn.Module, **options: object) -> ModelRunner:
+def native_or_skip(model: torch.nn.Module, **options: Any) -> Any:
     from llmopt.runtime.kernels.build import NativeUnavailable
 
     try:
@@ -91,8 +92,8 @@ def assert_own_logits(model: torch.nn.Module, runner: ModelRunner, tolerance: fl
 def test_float32_equals_the_model() -> None:
     model = tiny_llama()
     runner = native_or_skip(model, num_blocks=24)
-    assert isinstance(runner, ModelRunner)
     assert runner.self_check_error is not None and runner.self_check_error < 1e-4
+    assert isinstance(runner, ModelRunner)
     assert_own_logits(model, runner, 1e-5)
     runner.close()
 
@@ -146,11 +147,11 @@ def test_auto_states_what_it_passed_over() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=128)
-    runner = build_runner(GPT2LMHeadModel(config).eval(), num_blocks=8)
+    runner: Any = build_runner(GPT2LMHeadModel(config).eval(), num_blocks=8)
     assert type(runner).__name__ == "EagerRunner" and "native one was refused" in runner.notes[0]
     runner.close()
     model = tiny_llama()
-    asked = build_runner(model, attention="torch", num_blocks=24)
+    asked: Any = build_runner(model, attention="torch", num_blocks=24)
     assert type(asked).__name__ == "EagerRunner" and "asked for" in asked.notes[0]
     assert_own_logits_of_eager(model, asked)
     with pytest.raises(UsageError, match="no option"):
