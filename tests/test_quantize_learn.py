@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.optimizer.errors import UsageError
-from llmopt.passes.quantize.learn import LatentLinear, learn_rounding
+from llmopt.passes.quantize.learn import STRETCH, TRAVEL, LatentLinear, _descend, learn_rounding
 from llmopt.passes.quantize.rtn import quantize_rtn
 from llmopt.runtime.kernels.packed import PackedLinear, QuantScheme
 from llmopt.tests.runs import Tokens, quantize
@@ -109,6 +109,27 @@ def test_nothing_changes_where_the_error_cannot_fall() -> None:
     )
     assert found.changed == {"layer": 0.0} and found.error_after == found.error_before
     assert torch.equal(block.layer.dequantize(), exact)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-19, 1e-22, 1e-24, 1e-28])
+def test_no_step_is_longer_than_its_rate(size: float) -> None:
+    """Squares of small gradients are 0 in float32: what is divided by their root must not leap."""
+    latent, x = LatentLinear(*layer()), torch.randn(1, 30, 64)
+    start = [leaf.detach().clone() for leaf in latent.leaves]
+    _descend([latent], lambda n: size * latent(x), lambda n: torch.ones(1, 30, 24), 1, 4, seed=0)
+    for leaf, before, most in zip(latent.leaves, start, (TRAVEL, STRETCH)):
+        assert (leaf.detach() - before).abs().max() <= most
+    assert size < 1 or (latent.stretch.detach() != 0).any()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_what_no_batch_reaches_stays_and_few_steps_are_enough(steps: int) -> None:
+    packed, weight = layer()
+    reached, other = LatentLinear(packed, weight), LatentLinear(packed, weight)
+    start = [leaf.detach().clone() for leaf in other.leaves]
+    _descend([reached, other], lambda n: reached(torch.ones(1, 2, 64)), lambda n: torch.ones(1, 2, 24), 2, steps, 0)
+    assert all(torch.equal(leaf, before) for leaf, before in zip(other.leaves, start))
+    assert not torch.equal(reached.latent, start[0]) and not torch.equal(reached.stretch, start[1])
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ TRAVEL, STRETCH = 1.8, 0.1
 """Sum of the steps, if all were full ones, of a latent (in steps of the grid) and of a scale's factor."""
 BETAS = (0.9, 0.95)
 """Decay of Adam's two moments a step."""
+EPSILON = 1e-18
+"""Adam's: a gradient whose square float32 does not hold (below 1e-19; the largest one before the block's output is 1)
+must not be divided by nothing."""
 TINY = 1e-30
 JUDGED = 32
 """Batches, spread evenly, on which a block's error before and after is taken."""
@@ -137,7 +140,7 @@ def _descend(
     leaves = [leaf for layer in layers for leaf in layer.leaves]
     rates = [rate / steps for _ in layers for rate in (TRAVEL, STRETCH)]
     groups = [{"params": [leaf], "lr": rate} for leaf, rate in zip(leaves, rates)]
-    optimizer = torch.optim.Adam(groups, betas=BETAS, eps=TINY, fused=True)
+    optimizer = torch.optim.Adam(groups, betas=BETAS, eps=EPSILON, fused=True)
     averages = [leaf.detach().clone() for leaf in leaves]
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
@@ -150,10 +153,13 @@ def _descend(
             scaled = (upstream / upstream.abs().max().clamp(min=TINY)).to(output.dtype)
             gradients = torch.autograd.grad(output, leaves, scaled, allow_unused=True)
         for leaf, gradient in zip(leaves, gradients):
-            leaf.grad = gradient  # None for an expert that this batch does not reach: it stays
+            # None for an expert that this batch does not reach: it stays. The fused step reads memory, not strides.
+            leaf.grad = None if gradient is None else gradient.contiguous()
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * (1 - step / steps)
         optimizer.step()
+        optimizer.zero_grad()
+        del gradient, gradients  # before the next ones are made
         for layer in layers:
             layer.clamp()
         counted = step - steps // 2 + 1
