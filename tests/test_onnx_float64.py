@@ -100,4 +100,5 @@ def test_reference(models, tmp_path):
 
 def test_tolerance():
     assert Reference(40.0, 2e-5).tolerance == 1e-4
-    assert Reference(40.0, 3e-4).tolerance == pytest.approx(6e-4)
+    assert Reference(40.0, 3e-4).tolerance == pytest.approx(1.2e-3)
+    assert Reference(40.0, 0.5).tolerance == pytest.approx(0.04)  # a reference that is wrong opens no door

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...optimizer.base import Context, Exporter, PlanItem
-from ...optimizer.errors import UsageError
 from ..companions import not_of_a_recipe, write_companions
 from .settings import Choices, OnnxOptions
 
@@ -90,11 +89,3 @@ def _write_beside(model: LoadedModel, directory: Path, written: Written, choices
             config.get_text_config(), model.generation_config, written.shape, written.vocab, written.context, ends
         )
         (directory / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-
-
-def require_flavor(flavor: str, allowed: Sequence[str], architecture: str) -> None:
-    """Raise UsageError where an architecture is not written in this flavor."""
-    if flavor not in allowed:
-        raise UsageError(
-            f"{architecture} is not written in the flavor {flavor}", "onnx.flavor", f"Set flavor={allowed[0]}"
-        )
