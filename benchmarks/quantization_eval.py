@@ -44,9 +44,10 @@ def student(source: Path, folder: Path) -> Any:
     model = llmopt.load(folder, engine="static", dtype="float32").module
     for name, layer in list(model.named_modules()):
         if isinstance(layer, WeightHolder) and not isinstance(layer, ScaledLinear):
-            dense = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-            dense.weight = torch.nn.Parameter(layer.dequantize().float(), requires_grad=False)
-            dense.bias = layer.bias
+            packed: Any = layer
+            dense = torch.nn.Linear(packed.in_features, packed.out_features, packed.bias is not None, device="meta")
+            dense.weight = torch.nn.Parameter(packed.dequantize().float(), requires_grad=False)
+            dense.bias = packed.bias
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, dense)
     return model
@@ -78,7 +79,7 @@ def main() -> None:
         left = (time.perf_counter() - began) / (number + 1) * (len(windows) - number - 1)
         print(f"window {number + 1} of {len(windows)}, {left:.0f} s left", file=sys.stderr, flush=True)
     for folder, _ in models:
-        perplexity, divergence = (meter.result() for meter in meters[folder])
+        perplexity, divergence = meters[folder][0].result(), meters[folder][1].result()
         print(json.dumps({"student": folder, "perplexity": perplexity.perplexity, "tokens": perplexity.num_tokens,
                           "mean_kl": divergence.mean_kl, "p99_kl": divergence.p99_kl,
                           "top1": divergence.top1_agreement}))  # fmt: skip

@@ -71,7 +71,7 @@ def gptqmodel(job: Job) -> dict[str, Any]:
     for name, layer in loaded.model.named_modules():
         if hasattr(layer, "dequantize_weight"):
             weight = layer.dequantize_weight().to(torch.float32).t()
-            target = plain.get_submodule(name).weight
+            target = plain.get_parameter(f"{name}.weight")
             target.data = weight[: target.shape[0], : target.shape[1]].contiguous()
     save_dense(plain, Path(job["model"]), out)
     return {"quantize_s": seconds, "bytes": stored_bytes(out), "version": f"GPTQModel {version('gptqmodel')}"}
@@ -173,7 +173,8 @@ def bitsandbytes(job: Job) -> dict[str, Any]:
     plain = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     for name, layer in model.named_modules():
         if isinstance(layer, bnb.nn.Linear4bit):
-            dense = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            weight: Any = layer.weight
+            dense = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
             plain.get_submodule(name).weight.data = dense.to(torch.float32)
     save_dense(plain, Path(job["model"]), out)
     return {"quantize_s": seconds, "bytes": stored_bytes(out), "version": f"bitsandbytes {version('bitsandbytes')}"}
