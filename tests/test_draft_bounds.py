@@ -32,6 +32,16 @@ class Copies(LookupSource):
         return (0,) * count, self.match
 
 
+class Nothing(LookupSource):
+    """Finds no drafts, and counts how often it is asked."""
+
+    looks = 0
+
+    def find(self, request, count):
+        self.looks += 1
+        return (), 0
+
+
 class Model(Drafting):
     """A draft model of which a pass costs 1 ms, and that has the prompts to compute."""
 
@@ -162,6 +172,21 @@ def test_without_an_account_and_with_priors_that_lie_drafts_would_cost_more(monk
     monkeypatch.setattr(LearntCosts, "known", lambda *_: True)
     monkeypatch.setattr("llmopt.runtime.engine.draft_policy.AcceptanceBook.add", lambda *_: None)
     assert world.run(400, 0.0) < 0.6  # the bounds above are not met by chance
+
+
+def test_looking_rests_where_nothing_is_found_and_until_a_request_ends():
+    source = Nothing("ngram")
+    world, looks = World(Speculator(source, None, TRUE), 1), []
+    for steps in (8, 16, 24, 400):
+        world.run(steps, 0.0)
+        looks.append(source.looks)
+    assert looks[:3] == [8, 16, 24] and looks[3] == 124
+    world.speculator.forget(world.requests[0])
+    world.run(8, 0.0)
+    assert source.looks == looks[3] + 8
+    always = Nothing("ngram")
+    World(Speculator(always, 4, TRUE), 1).run(100, 0.0)
+    assert always.looks == 100  # a fixed number of drafts is asked for in every step
 
 
 def test_costs_follow_the_steps():

@@ -28,7 +28,7 @@ BASELINE = 64
 """Steps within which one of about as many tokens as there are requests must have been seen: else there is one without
 drafts, to know what plain decoding costs now."""
 PROBE = (4, 256)
-"""Steps between probes, at least and at most."""
+"""Looks for drafts (`REST`) between probes, at least and at most."""
 REACH = 1.5
 """Steps with drafts have at most so many times the tokens of the largest step whose cost is known."""
 PROVEN = 16
