@@ -57,7 +57,7 @@ class AcceptanceBook:
     """
 
     FADE, FADE_ALL = 0.985, 0.995
-    """Of a request, and of the engine in each step, whose drafts do not pay now: they are tried again some fifty steps
+    """Of a request, and of the engine in each step, whose drafts do not pay now: they are tried again some fifty looks
     later, where texts have changed some hundreds of steps later by newcomers too."""
 
     def __init__(self, priors: Sequence[float]) -> None:
