@@ -34,8 +34,9 @@ ENOUGH = 4
 """How many times the states of all batches must fit into what is available to be kept in memory."""
 WEIGHT_BYTES = 7
 """Bytes a weight while its layer is rounded: a float32 copy, codes as they come about, and as they are stored."""
-LEARN_BYTES = 32
-"""Bytes a weight while rounding is learned: the original, a copy, float32 latent, mean, moments, gradient, rounded."""
+LEARN_BYTES = 38
+"""Bytes a weight while rounding is learned, float32 sources at most: the original, a copy, latent, mean, moments,
+gradient, rounded."""
 SLICES = 1 << 26
 """Bytes of whatever is done a few rows or columns at a time."""
 
