@@ -39,8 +39,10 @@ class Operators:
         place, and such errors add up over the layers. So a graph that has to be exact squares by `Mul`.
         """
         graph = self.graph
-        square = graph.node("Mul", [x, x], where=where) if self.choices.exact else ""
-        square = square or graph.node("Pow", [x, graph.floats(2.0)], where=where)
+        if self.choices.exact:
+            square = graph.node("Mul", [x, x], where=where)
+        else:
+            square = graph.node("Pow", [x, graph.floats(2.0)], where=where)
         mean = graph.node("ReduceMean", [square, graph.ints(-1)], keepdims=1, where=where)
         return graph.node("Sqrt", [graph.node("Add", [mean, graph.floats(epsilon)], where=where)], where=where)
 

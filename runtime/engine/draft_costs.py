@@ -54,13 +54,9 @@ class StepCosts:
         sizes, seconds = self.sizes, self.seconds
         if len(sizes) == 1:
             return seconds[0] / sizes[0]
-        least = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))  # ever more of them
-        base = self.of(tokens)
-        for i in range(len(sizes) - 1, -1, -1):
-            if sizes[i] <= tokens:
-                break
-            least = min(least, (seconds[i] - base) / (sizes[i] - tokens))
-        return max(0.0, least)
+        base, beyond = self.of(tokens), (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        rises = [(y - base) / (x - tokens) for x, y in zip(sizes, seconds) if x > tokens]
+        return max(0.0, min([beyond, *rises]))
 
 
 class LearntCosts:
