@@ -3,10 +3,11 @@
     python benchmarks/cross_loading.py --model FOLDER --peers FOLDER --output out.json
 
 model: SmolLM2-135M in bf16 or another small model. peers: a folder with a venv for each tool (`gptqmodel`, `optimum`,
-`llmcompressor`, `vllm`); what is not there is left out, and said. All checkpoints are W4 g64 symmetric with the head as
-it is; calibration is 32 sequences of 128 tokens. Each is read by llmopt (the reference of its row, in the same dtype)
-and by others: greedy tokens of 8 prompts, and a window of text scored. Nothing is timed. Checkpoints that are in
-`--work` already are taken as they are. The table is printed and can be had again from the JSON by `--report`.
+`llmcompressor`, `vllm`); what is not there is left out, and said. Checkpoints are W4 g64 symmetric unless
+their names say otherwise, with the head as it is; calibration is 32 sequences of 128 tokens. Each is read by llmopt
+(the reference of its row, in the same dtype) and by others: greedy tokens of 8 prompts, and a window of text scored.
+Nothing is timed. Checkpoints that are in `--work` already are taken as they are. The table is printed and can be had
+again from the JSON by `--report`.
 
 A reader whose arithmetic is ours should give every token; elsewhere bfloat16 kernels round otherwise and texts part at
 a near-tie. How far readers are from each other is said by the mean KL over the window or, of a tool that gives no full
@@ -40,6 +41,11 @@ def ours(export: str, **quantize: Any) -> dict[str, Any]:
     return {"quantize": made, "export": {"quantization_format": export}, **CALIBRATION}
 
 
+def nearest(**quantize: Any) -> dict[str, Any]:
+    """A method that needs no calibration, with the figures that are its own."""
+    return {"quantize": quantize, "export": {}, **CALIBRATION}
+
+
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llmopt compressed-tensors": ("llmopt", ours("compressed-tensors")),
     "llmopt gptq": ("llmopt", ours("gptq")),
@@ -48,6 +54,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPTQModel": ("gptqmodel", {**W4, "sym": True, "desc_act": False}),
     "GPTQModel desc_act": ("gptqmodel", {**W4, "sym": True, "desc_act": True, "act_group_aware": False}),
     "llm-compressor": ("llmcompressor", W4),
+    "llmopt W8A8": ("llmopt", nearest(method="rtn", activations="int8")),
+    "llmopt fp8": ("llmopt", nearest(method="fp8")),
+    "llmopt mxfp4": ("llmopt", nearest(method="mxfp4")),
+    "llmopt nvfp4": ("llmopt", nearest(method="nvfp4")),
+    "llmopt bnb-nf4": ("llmopt", nearest(method="bnb-nf4")),
+    "llmopt bnb-int8": ("llmopt", nearest(method="bnb-int8")),
+    "llmopt dynamic-int8": ("llmopt", nearest(method="dynamic-int8")),
 }
 """Name → who makes it, and the maker's options."""
 GPTQ_READERS = (
@@ -58,6 +71,8 @@ TENSORS_READERS = (
     ("llmopt", "bfloat16"), ("llmopt", "float32"), ("transformers", "bfloat16"), ("transformers", "float32"),
     ("vllm", "bfloat16"),
 )  # fmt: skip
+LIBRARY_READERS = TENSORS_READERS[:4]
+"""Of bitsandbytes' and torchao's layers, which transformers reads with those libraries, in this environment."""
 READERS = {
     # name → the worker's kind, and the venv it runs in ("" for this one)
     "llmopt": ("read-llmopt", ""),
@@ -67,6 +82,13 @@ READERS = {
     "optimum": ("read-transformers", "optimum"),
     "vllm": ("read-vllm", "vllm"),
 }
+
+
+def readers_of(name: str) -> tuple[tuple[str, str], ...]:
+    """Who opens a checkpoint, and in which dtype."""
+    if "bnb" in name or "dynamic" in name:
+        return LIBRARY_READERS
+    return GPTQ_READERS if "gptq" in name.lower() else TENSORS_READERS
 
 
 class Peers:
@@ -157,9 +179,8 @@ def make(peers: Peers, args: argparse.Namespace, name: str, calibration: Path) -
 def read(peers: Peers, args: argparse.Namespace, name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     """Every reader's answer to one checkpoint, each held against llmopt's in the same dtype."""
     folder, lines = args.work / name.replace(" ", "-"), []
-    readers = TENSORS_READERS if name in ("llmopt compressed-tensors", "llm-compressor") else GPTQ_READERS
     answers: dict[str, dict[str, Any]] = {}
-    for reader, dtype in readers:
+    for reader, dtype in readers_of(name):
         if args.readers and reader != "llmopt" and reader not in args.readers.split(","):
             continue
         kind, venv = READERS[reader]

@@ -7,8 +7,10 @@ Every row is a job in a process of its own: ours is `llmopt optimize` with a rec
 `quantization_peers.py` in the peer's venv (`--peers` holds one for each: gptqmodel, llmcompressor, autoround, bnb; how
 to make them is in `benchmarks/README.md`). All get the same token sequences. Reported:
 
-    s        wall time of the quantizing call alone (ours: the pass), and CPU seconds of the whole process
-    RSS      peak resident memory of the whole process
+    s        wall time of the quantizing call alone (ours: the pass)
+    CPU s    of the process (a peer's: until its checkpoint was saved; ours: with the measurements and the proof)
+    RSS      peak resident memory of the quantizing process, until the checkpoint was saved (ours: to its end; proof_mb
+             in the JSON: of the process that proves the artifact)
     MB       weight files of the checkpoint
     ppl, KL, top-1   in float32 by plain transformers over the first `--windows` windows of 1,024 tokens; KL in nats
                      from the unquantized model
@@ -22,6 +24,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shlex
 import shutil
 import subprocess
@@ -106,7 +109,9 @@ def rows() -> list[Row]:
         Row("llmopt nvfp4", "llmopt", 4, 16, {"method": "nvfp4"}),
         Row("llmopt bnb-nf4", "llmopt", 4, 64, {"method": "bnb-nf4"}),
         Row("bitsandbytes nf4", "bnb", 4, 64, {"bnb_4bit_use_double_quant": True}),
-        Row("llmopt auto 4.0", "llmopt", 4, 64, {"method": "auto", "auto": {"target_bits": 4.0}}),
+        # as many bytes as uniform W4 g64: 4 bits and a scale of 16 for 64
+        Row("llmopt auto, 4.25 bits as stored", "llmopt", 4, 64, {"method": "auto", "auto": {"target_bits": 4.25}}),
+        Row("llmopt auto, 4.0 bits as stored", "llmopt", 4, 64, {"method": "auto", "auto": {"target_bits": 4.0}}),
     ]
     return found
 
@@ -179,16 +184,17 @@ class Run:
         began = time.perf_counter()
         with log.open("w") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=self.work)
-            _, status, usage = os.wait4(process.pid, 0)
+            status, usage, peak = watch(process.pid)
         wall = time.perf_counter() - began
         if status:
             raise RuntimeError(" / ".join(log.read_text(errors="replace").strip().splitlines()[-3:])[-500:])
-        figures = {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss * 1024 / 1e6}
+        figures = {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_mb": peak}
         if row.kind == "llmopt":
             manifest = json.loads((out / "llmopt.json").read_text())
             seconds = sum(step["seconds"] for step in manifest["passes"])
             size = sum(f.stat().st_size for f in out.glob("*.safetensors"))
-            return {**figures, "quantize_s": seconds, "bytes": size, "version": f"llmopt {about()['commit']}"}
+            return {**figures, "quantize_s": seconds, "bytes": size, "version": f"llmopt {about()['commit']}",
+                    "proof_mb": manifest["measured"]["after"]["peak_rss_bytes"] / 1e6}  # fmt: skip
         return {**figures, **json.loads(log.read_text().strip().splitlines()[-1])}
 
     def evaluate(self, folders: dict[str, Path]) -> None:
@@ -245,6 +251,21 @@ class Run:
                 if key != SOURCE:
                     shutil.rmtree(folder)
         waiting.clear()
+
+
+def watch(pid: int) -> tuple[int, resource.struct_rusage, float]:
+    """Wait for a child: its status, what it and its own children used, and its own peak memory in 10^6 bytes."""
+    peak = 0.0
+    while True:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            peak = max([peak, *(int(x.split()[1]) * 1024 / 1e6 for x in lines if x.startswith("VmHWM"))])
+        except OSError:
+            pass  # it is gone
+        found, status, usage = os.wait4(pid, os.WNOHANG)
+        if found:
+            return status, usage, peak
+        time.sleep(0.1)
 
 
 def short(argument: str) -> str:

@@ -6,13 +6,15 @@ The job names `model` (folder), `out` (folder to make), `tokens` (JSON file of c
 `bits`, `group_size` (-1: one scale a channel), `symmetric`, and `options` of the method. Written to `out`: the
 checkpoint as the peer saves it, and `dense.safetensors`: what its quantized layers stand for, as plain weights in
 float32, and every other tensor that the method changed. The last line printed is JSON: seconds of the quantizing call
-alone, bytes of the checkpoint's weights, version.
+alone, bytes of the checkpoint's weights, version, and what the process had used when the checkpoint was saved: reading
+it again as plain weights is this benchmark's need, not the peer's.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from importlib.metadata import version
@@ -50,6 +52,12 @@ def stored_bytes(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.glob("*.safetensors") if f.name != "dense.safetensors")
 
 
+def spent() -> dict[str, float]:
+    """CPU seconds and peak resident memory, in 10^6 bytes, of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss * 1024 / 1e6}
+
+
 def gptqmodel(job: Job) -> dict[str, Any]:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     import torch
@@ -65,6 +73,7 @@ def gptqmodel(job: Job) -> dict[str, Any]:
     model.quantize(data, batch_size=1)
     seconds = time.perf_counter() - start
     model.save(str(out))
+    used = spent()
     del model
     loaded = GPTQModel.load(str(out), backend=BACKEND.TORCH, device="cpu")
     plain = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
@@ -74,7 +83,8 @@ def gptqmodel(job: Job) -> dict[str, Any]:
             target = plain.get_parameter(f"{name}.weight")
             target.data = weight[: target.shape[0], : target.shape[1]].contiguous()
     save_dense(plain, Path(job["model"]), out)
-    return {"quantize_s": seconds, "bytes": stored_bytes(out), "version": f"GPTQModel {version('gptqmodel')}"}
+    return {**used, "quantize_s": seconds, "bytes": stored_bytes(out),
+            "version": f"GPTQModel {version('gptqmodel')}"}  # fmt: skip
 
 
 def llmcompressor(job: Job) -> dict[str, Any]:
@@ -106,6 +116,7 @@ def llmcompressor(job: Job) -> dict[str, Any]:
     )  # fmt: skip
     seconds = time.perf_counter() - start
     model.save_pretrained(str(out), save_compressed=True)
+    used = spent()
     del model
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -123,7 +134,8 @@ def llmcompressor(job: Job) -> dict[str, Any]:
     if missing:
         raise RuntimeError(f"not decompressed: {sorted(missing)[:3]}")
     save_dense(plain, Path(job["model"]), out)
-    return {"quantize_s": seconds, "bytes": stored_bytes(out), "version": f"llm-compressor {version('llmcompressor')}"}
+    return {**used, "quantize_s": seconds, "bytes": stored_bytes(out),
+            "version": f"llm-compressor {version('llmcompressor')}"}  # fmt: skip
 
 
 def autoround(job: Job) -> dict[str, Any]:
@@ -150,11 +162,12 @@ def autoround(job: Job) -> dict[str, Any]:
         device_map="cpu", **job["options"],
     )  # fmt: skip
     rounder.quantize_and_save(str(out), format="fake")
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, spent()
     written = next(p.parent for p in sorted(out.rglob("config.json")))
     plain = transformers.AutoModelForCausalLM.from_pretrained(str(written), dtype=torch.float32)
     save_dense(plain, Path(job["model"]), out)
-    return {"quantize_s": seconds, "bytes": 0, "version": f"AutoRound {version('auto-round')}"}
+    return {**used, "quantize_s": seconds, "bytes": 0,
+            "version": f"AutoRound {version('auto-round')}"}  # fmt: skip
 
 
 def bitsandbytes(job: Job) -> dict[str, Any]:
@@ -170,6 +183,7 @@ def bitsandbytes(job: Job) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], quantization_config=config)
     seconds = time.perf_counter() - start
     model.save_pretrained(str(out))
+    used = spent()
     plain = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     for name, layer in model.named_modules():
         if isinstance(layer, bnb.nn.Linear4bit):
@@ -177,7 +191,8 @@ def bitsandbytes(job: Job) -> dict[str, Any]:
             dense = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
             plain.get_submodule(name).weight.data = dense.to(torch.float32)
     save_dense(plain, Path(job["model"]), out)
-    return {"quantize_s": seconds, "bytes": stored_bytes(out), "version": f"bitsandbytes {version('bitsandbytes')}"}
+    return {**used, "quantize_s": seconds, "bytes": stored_bytes(out),
+            "version": f"bitsandbytes {version('bitsandbytes')}"}  # fmt: skip
 
 
 KINDS = {
