@@ -22,7 +22,7 @@ def cached_logits(
     runner: ModelRunner, windows: torch.Tensor, chunk: int = 64
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each row of `windows` (int64 `[n, length]`): the ids `[half + 1]` of which all but the first are scored, the
-    last `half = length // 2` of the window, and the logits `[half, vocab]` for them.
+    last `half = length // 2` of the window, and the logits `[half, vocab]` for them, which the next window overwrites.
 
     chunk: tokens a step of the second half. Raises what `runner_logits` does.
     """

@@ -71,7 +71,8 @@ def run_tokens(runner: ModelRunner, number: int, tokens: list[int], start: int, 
 def runner_logits(
     runner: ModelRunner, windows: torch.Tensor, first: int = CHUNK, chunk: int = CHUNK
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same through an engine's runner, which is what answers prompts: logits float32 `[length - 1, vocab]`.
+    """The same through an engine's runner, which is what answers prompts: logits float32 `[length - 1, vocab]`, in one
+    buffer that the next window overwrites, since with a vocabulary of 262,144 a window of 512 tokens takes 512 MiB.
 
     Each window is one request, its `first` tokens in one step and the others in steps of `chunk`, over the first blocks
     of the pool, so that the KV cache is read as it is in use. The runner must not have requests of its own. Raises
@@ -84,10 +85,14 @@ def runner_logits(
     if length > room:
         raise RunError(f"a window of {length} tokens does not fit the engine's {room}", "evaluate.window_length")
     cuts = [0, *range(first, length, chunk), length]
+    logits = torch.empty(0)
     for index, ids in enumerate(windows):
         tokens = ids.tolist()
-        parts = [run_tokens(runner, index, tokens, start, end, True).clone() for start, end in pairwise(cuts)]
-        logits = torch.cat(parts)[:-1]
+        for start, end in pairwise(cuts):
+            part = run_tokens(runner, index, tokens, start, end, True)
+            if not len(logits):
+                logits = part.new_empty(length - 1, part.shape[1])
+            logits[start:end] = part[: length - 1 - start]
         if not bool(torch.isfinite(logits[-1]).all()):
             raise RunError(f"the model's logits are not numbers (window {index})", type(runner).__name__)
         yield ids.to(logits.device), logits

@@ -130,8 +130,9 @@ def test_faults_are_named() -> None:
     model = tiny_llama()
     with pytest.raises(UsageError, match="multiple of 32"):
         native_or_skip(model, block_size=16, num_blocks=4)
-    with pytest.raises(RunError, match="holds no block"):
-        native_or_skip(model, kv_cache_memory=100)
+    for size in (100, "100 B"):
+        with pytest.raises(RunError, match="holds no block"):
+            native_or_skip(model, kv_cache_memory=size)
     runner = native_or_skip(model, num_blocks=4)
     with pytest.raises(RunError, match="malformed row"):
         runner.execute(StepPlan((Row(7, 40, (1,), (0,), 1),)))
@@ -156,6 +157,8 @@ def test_auto_states_what_it_passed_over() -> None:
     assert_own_logits_of_eager(model, asked)
     with pytest.raises(UsageError, match="no option"):
         build_runner(model, "eager", num_block=3)
+    with pytest.raises(UsageError, match="'much' is not a size"):
+        build_runner(model, "eager", kv_cache_memory="much")
     with pytest.raises(UsageError, match="unknown runner"):
         build_runner(model, "fast")
 

@@ -43,6 +43,19 @@ def _made(kind: str, model: Any, options: dict[str, Any]) -> Any:
     return runner_class(kind)(model, **{k: v for k, v in options.items() if k in known})
 
 
+def _sized(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with `kv_cache_memory` in bytes where it was written as a size, such as `64 MiB`."""
+    from ..memory import parse_size
+
+    size = options.get("kv_cache_memory")
+    if not isinstance(size, str):
+        return options
+    try:
+        return {**options, "kv_cache_memory": parse_size(size)}
+    except ValueError as error:
+        raise UsageError(str(error), "kv_cache_memory") from None
+
+
 def build_runner(model: Any, kind: str = "auto", *, batch_invariant: bool = False, **options: Any) -> ModelRunner:
     """A runner over a loaded model.
 
@@ -56,6 +69,7 @@ def build_runner(model: Any, kind: str = "auto", *, batch_invariant: bool = Fals
     unknown = sorted(set(options) - options_of(kind))
     if unknown:
         raise UsageError(f"runner {kind!r} has no option {', '.join(unknown)}", what_to_do=_known(kind))
+    options = _sized(options)
     if batch_invariant:
         from .runner_invariant import BatchInvariantRunner
 
