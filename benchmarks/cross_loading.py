@@ -10,8 +10,8 @@ Nothing is timed. Checkpoints that are in `--work` already are taken as they are
 again from the JSON by `--report`.
 
 A reader whose arithmetic is ours should give every token; elsewhere bfloat16 kernels round otherwise and texts part at
-a near-tie. How far readers are from each other is said by the mean KL over the window or, of a tool that gives no full
-distributions, by the mean difference of the log-probability of the window's own tokens.
+a near-tie. How far readers are from each other is said by the mean KL over the window (vLLM: over its first 64 tokens)
+and by the mean difference of the log-probability of the window's own tokens.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def agreement(reference: dict[str, Any], other: dict[str, Any], logits: dict[str
     }
     if all(path.is_file() for path in logits.values()):
         p, q = (numpy.load(logits[role]).astype("float64") for role in ("reference", "other"))
-        out["mean_kl"] = float((numpy.exp(p) * (p - q)).sum(-1).mean())
+        p = p[: len(q)]  # some give full distributions at the first positions alone
+        out["mean_kl"], out["kl_positions"] = float((numpy.exp(p) * (p - q)).sum(-1).mean()), len(q)
     return out
 
 

@@ -6,8 +6,8 @@ Makers (`make-*`) take `model`, `out`, `tokens` (JSON file of calibration sequen
 `model`, `prompts` (lists of ids), `new` (tokens to continue each by, greedy, end-of-text ignored), `window` (ids that
 are scored) and `dtype`. The last line printed is JSON: of a reader `tokens` (lists of ids), `chosen` (log-probability
 of each token of the window after the first), `top` (most likely token there) and `about`; with `logits` in the job, a
-path, its full log-probabilities are written there, float32 [window - 1, vocabulary]. Only the standard library is
-imported before the worker starts, so that any venv can run this file.
+path, its full log-probabilities are written there, float32 [window - 1, vocabulary] (vLLM's: of its first tokens).
+Only the standard library is imported before the worker starts, so that any venv can run this file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 Job = dict[str, Any]
+FULL = 64
+"""Tokens of the window for which vLLM is asked for its full distributions."""
 
 
 def sequences(job: Job) -> list[list[int]]:
@@ -176,18 +178,39 @@ def read_vllm(job: Job) -> dict[str, Any]:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import vllm
 
-    llm = vllm.LLM(job["model"], dtype=job["dtype"], max_model_len=1024, max_num_seqs=8)
+    llm = vllm.LLM(job["model"], dtype=job["dtype"], max_model_len=1024, max_num_seqs=8, max_logprobs=-1)
     params = vllm.SamplingParams(temperature=0.0, max_tokens=job["new"], ignore_eos=True)
     found = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], params, use_tqdm=False)
     once = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     (window,) = llm.generate([{"prompt_token_ids": job["window"]}], once, use_tqdm=False)
     places = list(zip(window.prompt_logprobs[1:], job["window"][1:]))
+    if job.get("logits"):
+        _save_vllm(llm, job)
     return {
         "tokens": [list(one.outputs[0].token_ids) for one in found],
         "chosen": [place[token].logprob for place, token in places],
         "top": [next(token for token, entry in place.items() if entry.rank == 1) for place, _ in places],
         "about": {"vllm": vllm.__version__},
     }
+
+
+def _save_vllm(llm: Any, job: Job) -> None:
+    """Full log-probabilities after each of the first tokens of the window: vLLM makes an object of every one."""
+    import numpy
+    import vllm
+
+    every = vllm.SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
+    )  # fmt: skip
+    (found,) = llm.generate([{"prompt_token_ids": job["window"][:FULL]}], every, use_tqdm=False)
+    flat = found.prompt_logprobs
+    rows = []
+    for start, end in list(zip(flat.start_indices, flat.end_indices))[1:]:
+        ids = numpy.array(flat.token_ids[start:end])
+        row = numpy.full(ids.max() + 1, numpy.nan, numpy.float32)
+        row[ids] = flat.logprobs[start:end]
+        rows.append(row)
+    numpy.save(job["logits"], numpy.stack(rows))
 
 
 KINDS = {
