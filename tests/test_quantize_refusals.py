@@ -107,3 +107,16 @@ def test_a_result_that_differs_from_the_plan_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(model.module, "set_submodule", lose_one)
     with pytest.raises(RunError, match="20 modules are packed, 21 were planned"):
         Quantize(group_size=32).run(model, context(info))
+
+
+def test_layers_that_fall_back_are_rounded_where_groups_have_an_index_too() -> None:
+    """`few_tokens: rtn` beside activation order without static groups, whose planned scheme has g_idx."""
+    model, info = make()
+    quantize = Quantize(method="gptq", group_size=32, static_groups=False, min_tokens=10**6, few_tokens="rtn")
+    report = quantize.run(model, context(info))
+    assert {(line["method"], line["g_idx"]) for line in report.layers} == {("rtn", True)}
+    nearest, _ = make()
+    Quantize(group_size=32).run(nearest, context(info))
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(model.module(ids).logits, nearest.module(ids).logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,10 +49,18 @@ def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str,
     check_weight(target.name, linear)
     weight = linear.weight.detach()
     quantized = METHODS[target.method](weight, target.scheme, search_steps, fused_with(model, target.name))
+    if target.scheme.g_idx and isinstance(quantized, Quantized):
+        quantized = replace(quantized, g_idx=_plain_groups(target, weight.device))
     packed = replace_linear(model, target, quantized)
     error = _relative_error(weight, quantized, packed, target.scheme.bits)
     seconds = round(time.perf_counter() - started, 4)
     return report_line(target, packed, error=error, weighted=False, seconds=seconds)
+
+
+def _plain_groups(target: Target, device: torch.device) -> torch.Tensor:
+    """The index int32 [K] of groups that follow one another, for a layer that falls back in a scheme with g_idx."""
+    columns = target.in_features
+    return torch.arange(columns, dtype=torch.int32, device=device) // target.scheme.columns_per_group(columns)
 
 
 def _relative_error(
