@@ -112,6 +112,7 @@ def test_experts_may_have_a_scheme_of_their_own(source: Path, tmp_path: Path) ->
         ({"activations": "int8", "group_size": -1}, "int8 activations"),
         ({"overrides": {"*.experts.*": {"method": "nvfp4"}}}, "mxfp4"),
         ({"overrides": {"*.experts.0.*": {"bits": 8}}}, "one scheme"),
+        ({"method": "gptq", "match_original": 0.3}, "not sent the same tokens"),
     ],
 )
 def test_what_transformers_could_not_open_is_refused(source: Path, options: dict[str, Any], message: str) -> None:

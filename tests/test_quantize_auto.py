@@ -258,6 +258,12 @@ def test_an_artifact_with_mixed_bits_proves_itself_and_is_cached(tiny_model: Pat
         ({"method": "auto", "auto": {"target_bits": 4, "methods": ["fp8"]}}, "Input should be"),
         ({"method": "auto", "auto": {"target_bits": 4}, "overrides": {"*": {"bits": 8}}}, "needs a `method`"),
         ({"method": "auto", "auto": {"target_bits": 4, "group_sizes": [32]}, "group_size": 64}, "not both"),
+        ({"method": "auto", "auto": {"target_bits": 4, "group_sizes": [True]}}, "not true"),
+        ({"method": "auto", "auto": {"target_bits": 4, "group_sizes": ["12"]}}, "multiple of 8"),
+        (
+            {"method": "auto", "auto": {"target_bits": 4, "group_sizes": [32]}, "overrides": {"*": {"group_size": 64}}},
+            "others",
+        ),
         ({"method": "auto", "auto": {"target_size": "big"}}, "is not a size"),
     ],
 )
@@ -293,6 +299,23 @@ def test_other_refusals() -> None:
     model.module.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(RunError, match="NaN or infinite"):
         Quantize(**AUTO, auto={"target_bits": 5}).run(model, context(info))
+
+
+def test_where_every_layer_has_a_method_there_is_nothing_to_choose() -> None:
+    _, info = make()
+    overrides = {"*": {"method": "rtn", "bits": 4}}
+    with pytest.raises(UsageError, match="has nothing to choose"):
+        Quantize(**AUTO, auto={"target_bits": 5}, overrides=overrides).plan(info)
+
+
+def test_group_sizes_that_do_not_divide_a_layer_are_left_out_for_it() -> None:
+    model, info = make()
+    quantize = Quantize(method="auto", auto={"target_bits": 5, "group_sizes": [24, 64, 32]})
+    assert not quantize.plan(info).refusals
+    report = quantize.run(model, context(info))
+    units = {unit["names"][0].rpartition(".")[2]: unit for unit in report.details["auto"]["units"]}
+    sizes = {name: {c.split()[2] for c in unit["candidates"] if c != "kept"} for name, unit in units.items()}
+    assert sizes["q_proj"] == {"g64", "g32"} and sizes["down_proj"] == {"g24", "g32"}
 
 
 def test_layers_with_a_method_of_their_own_are_left_to_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmopt.optimizer.errors import RunError
 from llmopt.passes.quantize.gptq import NotPositiveDefinite, inverse_factor, matched_weight, quantize_gptq
 from llmopt.passes.quantize.grid import dequantize_groups, minmax_grid, quantize_groups, search_grid
 from llmopt.passes.quantize.hessian import Hessian, HessianCollector
@@ -246,3 +247,17 @@ def test_the_cross_moment_pairs_the_original_models_inputs_with_the_quantized_on
             collector.flush()
     (group,) = collector.groups
     assert torch.allclose(group.hessian.cross(), y.view(-1, 8).t() @ x.view(-1, 8) / 10, atol=1e-5)
+
+
+def test_the_original_must_see_the_same_tokens() -> None:
+    """Another router sends an expert other tokens, or none: the cross moment would pair rows that do not belong."""
+    for rows in (4, 0):
+        quantized, original = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        collector = HessianCollector({"a": quantized}, {"a": original})
+        with collector.hooks(), torch.no_grad():
+            if rows:
+                original(torch.randn(rows, 8))
+            quantized(torch.randn(5, 8))
+            with pytest.raises(RunError, match="match_original") as caught:
+                collector.flush()
+        assert caught.value.where == "a"

@@ -143,7 +143,30 @@ def test_overrides_apply_in_order_setting_by_setting() -> None:
     assert (schemes["1.self_attn.q_proj"].bits, schemes["1.self_attn.q_proj"].group_size) == (4, 32)
 
 
-@pytest.mark.parametrize("size", [0, 7, 12, -2])
+def test_an_override_changes_what_it_gives_and_nothing_else() -> None:
+    _, info = make()
+    overrides = {"*.mlp.*": {"skip": True}, "*.layers.0.*": {"bits": 8}, "*.up_proj": {"skip": False}}
+    planned = {m.name: m.action for m in Quantize(group_size=32, overrides=overrides).plan(info).modules}
+    assert {name for name in planned if ".mlp." in name} == {f"model.layers.{i}.mlp.up_proj" for i in range(3)}
+    assert planned["model.layers.0.mlp.up_proj"] == "rtn to W8 g32 sym"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overrides": {"lm_head": {"bits": 8}}},
+        {"overrides": {"*.mlp.*": {"bits": 8}}, "ignore": ["*.mlp.*"]},
+        {"overrides": {"*.q_proj": {"bits": 8}, "*.self_attn.*": {"skip": True}}},
+    ],
+)
+def test_an_override_that_changes_nothing_is_refused(options: dict[str, Any]) -> None:
+    _, info = make()
+    pattern = next(iter(options["overrides"]))
+    (refusal,) = Quantize(group_size=32, **options).plan(info).refusals
+    assert f"the override {pattern!r} changes nothing" in refusal
+
+
+@pytest.mark.parametrize("size", [0, 7, 12, -2, "7", 12.0, True])
 def test_impossible_group_sizes_are_refused_by_the_options(size: int) -> None:
     with pytest.raises(UsageError, match="group_size"):
         Quantize(group_size=size)

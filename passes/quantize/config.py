@@ -20,15 +20,21 @@ CALIBRATED = frozenset({"gptq", "awq", "smoothquant"})
 LARGEST_GROUP = 2**20
 
 
-def check_group_size(value: object) -> object:
-    """-1 for `"channel"`; raises ValueError where a number is neither -1 nor a positive multiple of 8."""
-    if value == "channel":
-        return -1
-    if isinstance(value, int) and not isinstance(value, bool) and value != -1:
-        if value < 8 or value % 8:
-            raise ValueError(f"group_size must be a positive multiple of 8, or -1 or 'channel', not {value}")
-        if value > LARGEST_GROUP:
-            raise ValueError(f"group_size must be {LARGEST_GROUP} at most, or -1 for one group a channel")
+def named_group_size(value: object) -> object:
+    """-1 for `"channel"`; raises ValueError for true and false, which would count as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"group_size must be a number or 'channel', not {str(value).lower()}")
+    return -1 if value == "channel" else value
+
+
+def check_group_size(value: int | None) -> int | None:
+    """Raises ValueError where a number is neither -1 nor a positive multiple of 8, or too large."""
+    if value is None or value == -1:
+        return value
+    if value < 8 or value % 8:
+        raise ValueError(f"group_size must be a positive multiple of 8, or -1 or 'channel', not {value}")
+    if value > LARGEST_GROUP:
+        raise ValueError(f"group_size must be {LARGEST_GROUP} at most, or -1 for one group a channel")
     return value
 
 
@@ -42,7 +48,8 @@ class Override(Options):
     activations: Activations | None = Field(None, description="As the main option, for these modules.")
     skip: bool = Field(False, description="Leave these modules as they are.")
 
-    _group_size = field_validator("group_size", mode="before")(check_group_size)
+    _named = field_validator("group_size", mode="before")(named_group_size)
+    _group_size = field_validator("group_size")(check_group_size)
 
 
 class Config(Options):
@@ -188,7 +195,8 @@ class Config(Options):
         4096, ge=1, description="gptq: calibration tokens that run through a block at once, at least one sequence."
     )
 
-    _group_size = field_validator("group_size", mode="before")(check_group_size)
+    _named = field_validator("group_size", mode="before")(named_group_size)
+    _group_size = field_validator("group_size")(check_group_size)
 
     @model_validator(mode="after")
     def _figures(self) -> Config:
@@ -227,6 +235,8 @@ class Config(Options):
         for pattern, override in self.overrides.items():
             if override.bits is not None and override.method is None:
                 raise ValueError(f"with `method: auto` the override {pattern!r} needs a `method` beside its `bits`")
+            if override.group_size is not None and override.method is None and self.auto.group_sizes is not None:
+                raise ValueError(f"the override {pattern!r} gives a `group_size`, and `auto.group_sizes` others")
         if self.auto.group_sizes is not None:
             if self.group_size not in (None, *self.auto.group_sizes):
                 raise ValueError("give `group_size` or `auto.group_sizes`, not both")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...optimizer.errors import RunError
 from ...runtime.kernels.calibration import add_outer_products
 from .factor import mirror_lower, panels
 
@@ -89,7 +90,8 @@ class HessianCollector:
 
     Layers that were given the very same tensor share one matrix (query, key and value projections, for example); a
     group splits where its members' inputs part. Call `flush` after each forward. `originals` are the same layers of an
-    unquantized copy of the block, to be run on the original hidden state before each flush; may be empty.
+    unquantized copy of the block, to be run on the original hidden state before each flush; may be empty. A flush
+    raises RunError where a layer and its original were given inputs of different shapes.
     """
 
     layers: Mapping[str, nn.Module]
@@ -149,6 +151,12 @@ class HessianCollector:
 
     def _add(self, group: InputGroup) -> None:
         name = group.names[0]
-        originals = self._original.get(name, [])
-        for i, inputs in enumerate(self._pending.get(name, [])):
+        given, originals = self._pending.get(name, []), self._original.get(name, [])
+        if self.originals and [x.shape for x in given] != [x.shape for x in originals]:
+            raise RunError(
+                "the unquantized model gives it other tokens, so that `match_original` cannot compare the inputs",
+                where=", ".join(group.names),
+                what_to_do="Leave `match_original` out, or give this module a method without calibration.",
+            )
+        for i, inputs in enumerate(given):
             group.hessian.add(inputs, originals[i] if originals else None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import UsageError
 from ...runtime.kernels.packed import QuantScheme
+from .config import CALIBRATED
 from .libraries import library_notes, library_refusals
 from .moe import expert_refusals, quantizable_experts
 from .patterns import select
@@ -63,9 +65,10 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
         return out
     names = list(shapes)
     ignored = {name for pattern in config.ignore for name in select(pattern, names, "quantize.ignore")}
+    matched = {pattern: select(pattern, names, "quantize.overrides") for pattern in config.overrides}
     overrides: dict[str, list[Override]] = {}
     for pattern, override in config.overrides.items():
-        for name in select(pattern, names, "quantize.overrides"):
+        for name in matched[pattern]:
             overrides.setdefault(name, []).append(override)
 
     indivisible: list[str] = []
@@ -87,6 +90,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
                         "alone: set `untie: true` to store a packed copy of it, or `lm_head: keep`"
                     )
                     continue
+        if settings["method"] == "auto" and config.auto is not None and config.auto.group_sizes is not None:
+            settings["group_size"] = _first_usable(config.auto.group_sizes, columns)
         scheme = _scheme(name, settings)
         asked = scheme.group_size
         if asked != -1 and columns % asked and not scheme.spans_rows:
@@ -111,6 +116,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
             f"{len(schemes)} different schemes, an asymmetric one among them: transformers loads an asymmetric "
             "model only if all its modules share one scheme. Use one scheme, or set `symmetric: true` for all"
         )
+    out.refusals += _idle_overrides(config, matched, set(out.skipped))
+    out.refusals += _follows_experts(config, out.modules, experts)
     out.refusals += library_refusals(out.modules, info)
     out.notes += library_notes(out.modules)
     out.refusals += expert_refusals(info, experts, {target.name: target.scheme for target in out.modules})
@@ -145,7 +152,8 @@ def _settings(config: Config, overrides: list[Override]) -> dict[str, Any]:
         if override.method in {*OWN_INPUTS, "smoothquant"} or override.activations == "int8":
             settings.update(dict.fromkeys(("bits", "group_size", "symmetric")), activations="none")
         settings.update({key: value for key in keys if (value := getattr(override, key)) is not None})
-        settings["skip"] = override.skip
+        if "skip" in override.model_fields_set:
+            settings["skip"] = override.skip
     return settings
 
 
@@ -163,6 +171,28 @@ def _moves_groups(config: Config, method: str, scheme: QuantScheme, columns: int
     return by_gptq and ordered and scheme.format == "pack-quantized" and scheme.group_size not in (-1, columns)
 
 
+def _idle_overrides(config: Config, matched: Mapping[str, list[str]], kept: set[str]) -> list[str]:
+    """A refusal for each override that would change nothing, because all of its modules are left as they are."""
+    return [
+        f"the override {pattern!r} changes nothing: all modules that it matches ({names[0]}"
+        f"{' …' if len(names) > 1 else ''}) are left as they are, by `ignore`, `skip` or `lm_head: keep`"
+        for pattern, names in matched.items()
+        if names and not config.overrides[pattern].skip and kept.issuperset(names)
+    ]
+
+
+def _follows_experts(config: Config, modules: list[Target], experts: Mapping[str, object]) -> list[str]:
+    """A refusal of `match_original` for experts: the unquantized model's router sends other tokens to them."""
+    followed = [t.name for t in modules if t.name in experts and t.method in CALIBRATED]
+    if not config.match_original or not followed:
+        return []
+    return [
+        f"`match_original` compares a layer's inputs with the unquantized model's, token by token, and an expert "
+        f"({followed[0]}) is not sent the same tokens there: leave it out, or give the experts a method without "
+        "calibration by `overrides`"
+    ]
+
+
 def _is_tied(info: ModelInfo, head: str) -> bool:
     return info.skeleton.get_submodule(head).weight is info.skeleton.get_input_embeddings().weight
 
@@ -170,6 +200,11 @@ def _is_tied(info: ModelInfo, head: str) -> bool:
 def _largest_divisor(columns: int, group_size: int) -> int | None:
     """The largest multiple of 8 not above `group_size` that divides `columns`."""
     return next((size for size in range(group_size // 8 * 8, 0, -8) if columns % size == 0), None)
+
+
+def _first_usable(group_sizes: list[int], columns: int) -> int:
+    """The first size that divides `columns`; -1 where none does, which the search refuses by name."""
+    return next((size for size in group_sizes if size > 0 and columns % size == 0), -1)
 
 
 def _add_notes(out: Targets, info: ModelInfo) -> None:

@@ -86,10 +86,19 @@ class AutoOptions(Options):
 
     @field_validator("group_sizes", mode="before")
     @classmethod
-    def _groups(cls, value: Any) -> Any:
+    def _named(cls, value: Any) -> Any:
+        from ..config import named_group_size
+
+        return [named_group_size(size) for size in value] if isinstance(value, list) else value
+
+    @field_validator("group_sizes")
+    @classmethod
+    def _groups(cls, value: list[int] | None) -> list[int] | None:
         from ..config import check_group_size
 
-        return [check_group_size(size) for size in value] if isinstance(value, list) else value
+        for size in value or ():
+            check_group_size(size)
+        return value
 
     @model_validator(mode="after")
     def _one_limit(self) -> AutoOptions:

@@ -57,7 +57,7 @@ class Unit:
 def find_units(targets: Targets, config: Config, info: ModelInfo) -> list[Unit]:
     """The units of the targets whose method is `auto`, in the order of their first layers.
 
-    Raises UsageError where a layer's settings leave nothing to choose from.
+    Raises UsageError where no layer is left to choose for, or a layer's settings leave nothing to choose from.
     """
     options = limits_of(config)
     experts = set(quantizable_experts(info))
@@ -65,6 +65,12 @@ def find_units(targets: Targets, config: Config, info: ModelInfo) -> list[Unit]:
     for target in targets.modules:
         if target.method == METHOD:
             members.setdefault(_key(target.name, options, experts), []).append(target)
+    if not members:
+        raise UsageError(
+            "every layer has a method of its own, so that `method: auto` has nothing to choose",
+            where="quantize.overrides",
+            what_to_do="Give the pass one of these methods, or take the `method` out of an override.",
+        )
     return [_unit(own, config, info.dtype_bytes, keepable=key != EXPERTS) for key, own in members.items()]
 
 
