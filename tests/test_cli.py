@@ -236,7 +236,12 @@ def test_time_left_is_the_events_own_where_it_has_one(listener: Any, monkeypatch
     opened: Any = contextlib.nullcontext(listener()) if listener is PlainListener else listener()
     with opened as heard:
         heard(Event("stage_started", "quantize"))
-        for seconds, step, total, data in ((60, 1, 2, {"left": 77.0}), (60, 2, 2, {"left": 0.0}), (10, 1, 5, {})):
+        for seconds, step, total, data in (
+            (60, 1, 2, {"left": 77.0}),
+            (60, 2, 2, {"left": 0.0}),
+            (9, 4, 5, {"left": None}),
+            (10, 1, 5, {}),
+        ):
             now[0] += seconds
             heard(Event("progress", "quantize", "", step, total, data))
     assert said == ["77", "0", "40"]

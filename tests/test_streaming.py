@@ -279,6 +279,37 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert [line["error"] for line in report.layers] == [line["error"] for line in lines]
 
 
+def test_the_time_left_counts_the_blocks_of_this_run_alone(folder: Path, tmp_path: Path) -> None:
+    options = {**GPTQ, "ignore": ["*.layers.2.*"], "lm_head": "quantize"}
+    events: list[Event] = []
+    for listener in (Interrupt(1), events.append):
+        model = lazy(folder)
+        try:
+            Quantize(**options).run(model, context(model, tmp_path, tmp_path / "steps", listener))
+        except KeyboardInterrupt:
+            continue
+    steps = [event for event in events if event.kind == "progress"]
+    assert [(event.step, event.data.get("left") is None) for event in steps[:2]] == [(1, True), (2, False)]
+    pace = steps[1].data["seconds"]
+    assert steps[1].data["left"] == pytest.approx(2 * pace, abs=0.06), "block 4 and the head"
+    assert steps[3].data["left"] == pytest.approx((pace + steps[3].data["seconds"]) / 2, abs=0.06)
+
+
+def test_the_preflight_counts_the_experts_behind_a_dense_block(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        mlp_only_layers=[0], decoder_sparse_step=1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
+    byte_tokenizer().save_pretrained(tmp_path / "moe")
+    model = load_source(resolve(tmp_path / "moe"))
+    report = Quantize(**GPTQ).run(model, context(model, tmp_path))
+    assert report.details["preflight"]["hessians"] == 4 * (2 * 64**2 + 4 * (64**2 + 32**2))
+
+
 def test_progress_under_another_identity_or_with_a_torn_file_is_dropped(tmp_path: Path) -> None:
     made = Checkpoint(tmp_path / "c", {"threads": 1})
     for step in range(2):

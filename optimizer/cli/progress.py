@@ -53,14 +53,22 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def seconds_left(event: Event, started: float, now: float) -> float:
-    """What a progress event says itself (`data["left"]`, in seconds), or by the pace of its steps since `started`.
+def seconds_left(event: Event, started: float, now: float) -> float | None:
+    """What a progress event says itself (`data["left"]`, in seconds; None where it cannot know yet), or by the pace of
+    its steps since `started`.
 
     Listeners begin to count anew after an event that says it itself: its steps are not those that follow.
     """
     assert event.step and event.total
-    said = event.data.get("left")
-    return (now - started) / event.step * (event.total - event.step) if said is None else float(said)
+    if "left" in event.data:
+        said = event.data["left"]
+        return None if said is None else float(said)
+    return (now - started) / event.step * (event.total - event.step)
+
+
+def told(left: float | None, form: str) -> str:
+    """Seconds in words, put into `form`; empty where they are not known."""
+    return "" if left is None else form.format(duration(left))
 
 
 class PlainListener:
@@ -88,8 +96,8 @@ class PlainListener:
     def _progress(self, event: Event, title: str, now: float) -> None:
         if now - self.shown >= self.interval:
             self.shown = now
-            left = seconds_left(event, self.started, now)
-            self._print(f"  {title} {event.step}/{event.total}, {duration(left)} left. {event.message}".rstrip())
+            left = told(seconds_left(event, self.started, now), ", {} left")
+            self._print(f"  {title} {event.step}/{event.total}{left}. {event.message}".rstrip())
         if "left" in event.data:
             self.started = now
 
@@ -128,11 +136,10 @@ class RichListener:
             self.started = time.monotonic()
             self.task = self.progress.add_task(title, total=None, left="")
         elif event.kind == "progress" and self.task is not None and event.step and event.total:
-            left = seconds_left(event, self.started, time.monotonic())
+            left = told(seconds_left(event, self.started, time.monotonic()), "{} left  ")
             if "left" in event.data:
                 self.started = time.monotonic()
-            text = f"{duration(left)} left  {event.message}"
-            self.progress.update(self.task, completed=event.step, total=event.total, left=text)
+            self.progress.update(self.task, completed=event.step, total=event.total, left=left + event.message)
         elif event.kind == "stage_finished":
             if self.task is not None:
                 self.progress.remove_task(self.task)

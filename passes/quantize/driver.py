@@ -25,7 +25,7 @@ from .collect import call_order, collect_outside
 from .config import CALIBRATED
 from .coverage import round_covered
 from .live import LiveStates
-from .preflight import Preflight, preflight, weights_of
+from .preflight import Preflight, hessian_bytes, named_groups, preflight, shapes_of, weights_of
 from .stages import STAGES, BlockWork
 from .steps import FinishedSteps, Lines
 
@@ -66,6 +66,8 @@ class _Run:
         self.batches: list[torch.Tensor] = []
         self.captured: list[CapturedBatch] = []
         self.live = LiveStates()
+        self.spent: list[float] = []
+        """Seconds of each block that this run has quantized layers of."""
 
     def execute(self) -> tuple[Lines, Preflight | None]:
         if self.calibrated:
@@ -73,7 +75,7 @@ class _Run:
         lines = self.steps.resume()
         done, total = self.steps.done, len(self.blocks) + bool(self.outside)
         if done:
-            self.context.progress(done, total, f"{done} blocks were finished by an earlier run")
+            self.context.progress(done, total, f"{done} blocks were finished by an earlier run", left=None)
         last = self._last_calibrated()
         checked = self._capture(done, last) if done <= last else None
         for index in range(done, len(self.blocks)):
@@ -126,7 +128,10 @@ class _Run:
         return checked
 
     def _preflight(self, batch: CapturedBatch, done: int, last: int) -> Preflight:
-        """Try the first calibrated block on one batch, and hold the widest one against the memory there is."""
+        """Try the first calibrated block on one batch, and hold the widest one against the memory there is.
+
+        Where that is built otherwise (experts behind a dense block), its equal inputs are told by the layers' names.
+        """
         inside = {f"{self.name}.{i}": own for i, own in enumerate(self.inside) if done <= i <= last}
         calibrated = {name: [t for t in own if t.method in CALIBRATED] for name, own in inside.items()}
         tried = next((name for name, own in calibrated.items() if own), None)
@@ -138,6 +143,9 @@ class _Run:
                 block = self.module.get_submodule(tried)
                 order = call_order(block, int(tried.rpartition(".")[2]), layers, batch)
                 groups = [[own[name] for name in names] for names in order]
+            widest = max(calibrated.values(), key=lambda own: hessian_bytes(named_groups(own)))
+            if shapes_of(widest) != shapes_of(calibrated[tried]):
+                groups = max(groups, named_groups(widest), key=hessian_bytes)
         checked = preflight(
             {name: weights_of(self.module.get_submodule(name)) for name in inside} or {self.name: 0},
             [target for own in calibrated.values() for target in own] or self.calibrated,
@@ -174,19 +182,29 @@ class _Run:
         else:
             self.steps.save([], [])
         before, after = mean_errors(lines)
+        seconds = time.perf_counter() - started
+        self.spent += [seconds] if targets else []
         self.context.progress(
             index + 1,
             total,
             f"block {index + 1} of {len(self.blocks)}",
             error_before=before,
             error_after=after,
-            seconds=round(time.perf_counter() - started, 3),
+            seconds=round(seconds, 3),
+            left=self._left(index + 1),
         )
         for batch in self.captured:
             batch.calls[index] = None  # type: ignore[call-overload]  # frees what only this block was called with
         if index >= last:
             self.captured = []
         return lines
+
+    def _left(self, done: int) -> float | None:
+        """Seconds for the blocks from number `done` on, by the pace of those that this run has quantized."""
+        if not self.spent:
+            return None
+        coming = sum(bool(own) for own in [*self.inside[done:], self.outside])
+        return round(sum(self.spent) / len(self.spent) * coming, 1)
 
     def _next_live(self, wanted: bool) -> Path | None:
         folder = self.steps.checkpoint.next_live() if self.steps.checkpoint is not None and wanted else None

@@ -16,6 +16,7 @@ from torch import nn
 from ...optimizer.errors import RunError
 from ...runtime.kernels.calibration import backend
 from ...runtime.memory import available_memory, resident_memory
+from .data_free import FUSED
 from .gptq import inverse_factor
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ def preflight(
 ) -> Preflight:
     """Estimate the peak of quantizing one block and try a factorization of the largest Hessian.
 
-    block_bytes: weights of every block to come, by name. targets: their calibrated layers. groups: those of one block
-    by equal inputs, as a trial run saw them. batch: the first; num_tokens: of all batches. max_memory: bytes that the
+    block_bytes: weights of every block to come, by name. targets: their calibrated layers. groups: those of the
+    widest block by equal inputs. batch: the first; num_tokens: of all batches. max_memory: bytes that the
     process may have. follows_original: the original model's states and products with its inputs are kept, too;
     in_parts: the inputs of single layers and their outputs are kept while a block is quantized; learns: after that the
     block's rounding is learned, beside its original.
@@ -130,7 +131,7 @@ def preflight(
     return Preflight(
         block=block,
         weights=weights,
-        hessians=sum(4 * group[0].in_features ** 2 for group in groups) * (2 if follows_original else 1),
+        hessians=hessian_bytes(groups) * (2 if follows_original else 1),
         solver=solver,
         activations=ACTIVATION_COPIES * 4 * tokens * widest * (LEARN_COPIES if learns else 1),
         live=live,
@@ -141,6 +142,26 @@ def preflight(
         cholesky_seconds=seconds,
         products=backend(),
     )
+
+
+def hessian_bytes(groups: Sequence[Sequence[Target]]) -> int:
+    """Bytes of one Hessian for each group of layers with the same input."""
+    return sum(4 * group[0].in_features ** 2 for group in groups)
+
+
+def named_groups(targets: Sequence[Target]) -> list[list[Target]]:
+    """One block's layers by equal inputs, as far as names tell: those of one parent that engines fuse."""
+    groups: dict[object, list[Target]] = {}
+    for target in targets:
+        parent, _, leaf = target.name.rpartition(".")
+        fused = next((number for number, names in enumerate(FUSED) if leaf in names), leaf)
+        groups.setdefault((parent, fused), []).append(target)
+    return list(groups.values())
+
+
+def shapes_of(targets: Sequence[Target]) -> list[tuple[int, int]]:
+    """The shapes of a block's layers, in order: blocks that differ in them are built differently."""
+    return [(target.out_features, target.in_features) for target in targets]
 
 
 def weights_of(block: nn.Module) -> int:
