@@ -117,6 +117,10 @@ class DatasetSource:
             if self._is_chat:
                 yield chat_tokens(value, tokenizer, where)
             elif isinstance(value, str):
+                if not _encodes(value):
+                    raise RunError(
+                        "the text has half of a surrogate pair, which is no character", where, "Mend the row"
+                    )
                 if value.strip():
                     yield list(tokenizer(value, add_special_tokens=False, verbose=False)["input_ids"])
             else:
@@ -237,7 +241,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         raise RunError("the file is not UTF-8", str(path)) from None
     except OSError as error:
         raise RunError(f"the file cannot be read: {error.strerror}", str(path)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"the line is not JSON ({error})", f"{path}:{number}", "Write one JSON value a line") from None
 
 
@@ -253,6 +257,15 @@ def chat_tokens(messages: Any, tokenizer: PreTrainedTokenizerBase, where: str) -
         return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False))
     except Exception as error:  # a template is a program of the model's author
         raise RunError(f"the chat template does not take the messages ({error})", where) from None
+
+
+def _encodes(text: str) -> bool:
+    """Whether it is all characters: a JSON escape can name half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _file_sha256(path: Path) -> str:

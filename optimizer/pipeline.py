@@ -158,14 +158,18 @@ class Run:
         return source_figures(self.info, weight_bytes(model.module) + in_files, perplexity), path
 
     def _check_context(self, model: LoadedModel, options: EvaluateOptions) -> None:
-        """Raise UsageError where the evaluation asks for more tokens than the model's context holds."""
+        """Raise UsageError where evaluation or calibration ask for more tokens than the model's context holds."""
         limit = context_length(model.config)
         lengths = [len(model.tokenizer(prompt)["input_ids"]) for prompt in options.prompts]
         longest = max(lengths) + options.new_tokens
-        for key, tokens in (("window_length", options.window_length), ("prompts", longest)):
+        asked = [("evaluate", "window_length", options.window_length), ("evaluate", "prompts", longest)]
+        calibration = self.recipe.calibration
+        if calibration.source != "self" and any(item.calibrates() for item in self.loaded.passes):
+            asked.append(("calibration", "sequence_length", calibration.sequence_length or 0))
+        for section, key, tokens in asked:
             if limit is not None and tokens > limit:
                 what = f"{tokens} tokens do not fit the model's context of {limit}"
-                raise UsageError(what, self.loaded.where("evaluate", key), "Ask for fewer")
+                raise UsageError(what, self.loaded.where(section, key), "Ask for fewer")
 
     def _context(self, model: LoadedModel, stage: str) -> Context:
         options = self.recipe.calibration

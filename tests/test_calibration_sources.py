@@ -152,6 +152,7 @@ def test_chats_go_through_the_template_from_their_beginning(tokenizer: Any, tmp_
         ('\n{"text": "no chat"}', "c.jsonl:2", "no list of messages"),
         ('[{"role": "user"}]', "c.jsonl:1", "no list of messages"),
         ("[]", "c.jsonl:1", "no list of messages"),
+        ("[" * 100_000, "c.jsonl:1", "not JSON"),
         ("", "c.jsonl", "0 tokens"),
     ],
 )
@@ -204,6 +205,9 @@ def test_the_column_is_found_or_asked_for(tokenizer: Any, tmp_path: Path) -> Non
     number = lines(tmp_path / "number.jsonl", [{"text": 5}])
     with pytest.raises(RunError, match=r"row 0.*holds int, not text"):
         Calibration(tokenizer, dataset(number), 1, 32).batches()
+    half = lines(tmp_path / "half.jsonl", [{"text": WORDS + "\ud800"}])
+    with pytest.raises(RunError, match=r"row 0.*half of a surrogate pair"):
+        Calibration(tokenizer, dataset(half), 1, 32).batches()
     chats = lines(tmp_path / "chats.jsonl", [conversation(0)])
     assert sequences(Calibration(tokenizer, dataset(chats), 1, 32))[0][:1] == tokenizer("<|user|>")["input_ids"][:1]
 

@@ -167,6 +167,10 @@ def test_context_is_checked_before_the_passes(make_model, tmp_path):
     small = make_model(max_position_embeddings=32)
     with pytest.raises(UsageError, match="context of 32"):
         run(small, ["kv_cache"], tmp_path / "out")
+    small = make_model(max_position_embeddings=100)
+    calibration = {"num_samples": 2, "sequence_length": 101}
+    with pytest.raises(UsageError, match=r"calibration.*101 tokens do not fit the model's context of 100"):
+        run(small, [{"quantize": {"method": "gptq", "group_size": 32}}], tmp_path / "out", calibration=calibration)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can only be mounted by root")
