@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -293,12 +294,24 @@ def _usage_error(error: ValidationError, model: type[BaseModel], source: YamlSou
     return UsageError(f"{message[:1].lower()}{message[1:]}{shown}", where)
 
 
-def _model_at(model: type[BaseModel] | None, location: Location) -> type[BaseModel] | None:
+def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel] | None:
+    """The section whose keys stand at `location`, also inside mappings, lists and sections that may be absent."""
+    annotation: Any = model
     for part in location:
-        field = model.model_fields.get(str(part)) if model else None
-        annotation = field.annotation if field else None
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    return model
+        section = _section(annotation)
+        if section is None:
+            annotation = (get_args(annotation) or (None,))[-1]
+        else:
+            field = section.model_fields.get(str(part))
+            annotation = field.annotation if field else None
+    return _section(annotation)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation names, alone or as `Section | None`."""
+    union = get_origin(annotation) in (Union, UnionType)
+    named = get_args(annotation) if union else (annotation,)
+    return next((one for one in named if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _find(name: str, what: str, source: YamlSource, location: Location) -> str:

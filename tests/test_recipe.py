@@ -83,6 +83,14 @@ BAD = {
     "unknown gate": ("passes: [kv_cache]\ngates:\n  max_kl: 1\n", ["try.yaml:3", "'max_kl'", "'max_mean_kl'"]),
     "nested unknown key": ("passes: [kv_cache]\ncalibration:\n  samples: 3\n", ["try.yaml:3", "'num_samples'"]),
     "missing text": ("passes: [kv_cache]\nevaluate:\n  text: nowhere.txt\n", ["try.yaml:3", "nowhere.txt"]),
+    "unknown key of an override": (
+        "passes:\n  - quantize:\n      overrides:\n        '*.v_proj': {bit: 8}\n",
+        ["try.yaml:4", "'bit'", "'bits'"],
+    ),
+    "unknown key of auto": (
+        "passes:\n  - quantize: {method: auto, auto: {target_bit: 4}}\n",
+        ["try.yaml:2", "'target_bit'", "'target_bits'"],
+    ),
     "unknown exporter": ("passes: [kv_cache]\nexport: [hugginface]\n", ["try.yaml:2", "'huggingface'"]),
     "version": ("version: 2\npasses: [kv_cache]\n", ["try.yaml:1", "version", "2"]),
     "python tag": ("passes: !!python/object:os.system [x]\n", ["try.yaml:1"]),
