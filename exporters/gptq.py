@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from ..optimizer.base import ModulePlan
     from ..optimizer.model import LoadedModel, ModelInfo
     from ..runtime.kernels.packed import PackedLinear, QuantScheme
     from ..runtime.tensor_files import Spec
@@ -36,16 +37,19 @@ Maker = Callable[[], "torch.Tensor"]
 # -- what the format cannot hold
 
 
-def plan_refusals(info: ModelInfo, schemes: Mapping[str, QuantScheme], dtype: str) -> list[str]:
+def plan_refusals(
+    info: ModelInfo, schemes: Mapping[str, QuantScheme], dtype: str, open_modules: Sequence[ModulePlan] = ()
+) -> list[str]:
     """Why a model cannot be written as a GPTQ checkpoint, from its description alone, in sentences.
 
-    schemes: of the layers that are going to be quantized. dtype: the recipe's, `auto` for as stored.
+    schemes: of the layers that are going to be quantized. dtype: the recipe's, `auto` for as stored. open_modules:
+    those whose schemes are chosen later, so that every candidate has to fit.
     """
     from ..optimizer.runtime_spec import RuntimeSpec
     from ..runtime.experts import expert_shapes, find_stacked
     from ..runtime.open import resolve_dtype
 
-    if not schemes:
+    if not schemes and not open_modules:
         return ["nothing is quantized, so there is nothing that a GPTQ checkpoint could hold: add a `quantize` pass"]
     out = []
     if str(resolve_dtype(dtype, RuntimeSpec(), info.config)) == "torch.float32":
@@ -56,11 +60,31 @@ def plan_refusals(info: ModelInfo, schemes: Mapping[str, QuantScheme], dtype: st
     shapes = dict(info.linear_shapes)
     for name, module in find_stacked(info.skeleton).items():
         shapes |= expert_shapes(name, module)
-    return out + refusals(schemes, shapes)
+    return out + (_open_refusals(schemes, shapes, open_modules) or refusals(schemes, shapes))
+
+
+def _open_refusals(
+    schemes: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]], open_modules: Sequence[ModulePlan]
+) -> list[str]:
+    """Refusals of what may be chosen for `open_modules`: any candidate that does not fit, and layers that engines run
+    as one and that need not get the same."""
+    from ..runtime.kernels.packed import QuantScheme
+
+    for candidate in dict.fromkeys(scheme for module in open_modules for scheme in module.candidates):
+        reasons = _unfit({m.name: candidate for m in open_modules if candidate in m.candidates}, shapes)
+        if reasons:
+            return [f"{reasons[0]} (`auto.bits` lists what may be chosen)"]
+    later = {module.name: QuantScheme(bits=0, group_size=module.unit) for module in open_modules}
+    return _split_products({**schemes, **later}, shapes) if later else []
 
 
 def refusals(schemes: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]) -> list[str]:
     """The same from the schemes of the quantized layers and (out_features, in_features) of all linear ones."""
+    return _unfit(schemes, shapes) or _split_products(schemes, shapes)
+
+
+def _unfit(schemes: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Refusals of layers by themselves."""
     from ..runtime.kernels.gptq_linear import BITS
 
     other = sorted({s.format for s in schemes.values() if s.format != "pack-quantized"})
@@ -69,7 +93,7 @@ def refusals(schemes: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int,
     widths = sorted({s.bits for s in schemes.values()} - set(BITS))
     if widths:
         return [f"a GPTQ checkpoint holds 2, 3, 4 or 8 bits, not {', '.join(map(str, widths))}"]
-    return [*_odd_shapes(schemes, shapes), *_split_products(schemes, shapes)]
+    return _odd_shapes(schemes, shapes)
 
 
 def _odd_shapes(schemes: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]) -> list[str]:

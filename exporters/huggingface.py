@@ -47,10 +47,11 @@ class HuggingFaceExporter(Exporter):
         if any(plan.refusals for plan in plans):
             return []
         schemes = {m.name: m.scheme for plan in plans for m in plan.modules if m.scheme is not None}
+        open_modules = [m for plan in plans for m in plan.modules if m.candidates]
         if self._by_gptq(schemes.values()):
             from .gptq import plan_refusals
 
-            return plan_refusals(info, schemes, dtype)
+            return plan_refusals(info, schemes, dtype, open_modules)
         if any(scheme.g_idx for scheme in schemes.values()):
             return [
                 "activation order without static groups needs a group index per column, which compressed-tensors no "

@@ -42,6 +42,10 @@ class ModulePlan:
     bytes_after: int
     scheme: Any = None
     """The grid that it is going to have (a `QuantScheme`), which exporters look at; None where it stays as it is."""
+    candidates: tuple[Any, ...] = ()
+    """The grids of which it gets one, or none, where that is chosen as the pass runs."""
+    unit: int = 0
+    """Modules with candidates and the same number get the same."""
 
 
 @dataclass

@@ -189,6 +189,15 @@ def test_a_run_writes_a_proved_artifact(tiny_model: Path, tmp_path: Path) -> Non
     assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+def test_bits_that_auto_chooses_are_written_where_every_choice_fits(tiny_model: Path, tmp_path: Path) -> None:
+    auto = {"target_bits": 6, "bits": [4, 8, 16], "tokens": 256}
+    options = {"method": "auto", "group_size": 32, "auto": auto}
+    info = describe(resolve(tiny_model))
+    assert not HuggingFaceExporter(**GPTQ).refusals(info, [Quantize(**options).plan(info)], "auto")
+    export(tiny_model, tmp_path / "out", options)
+    assert entry(tmp_path / "out")["quant_method"] == "gptq" and entry(tmp_path / "out")["dynamic"]
+
+
 # -- what is refused before anything is loaded
 
 
@@ -198,6 +207,25 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "int8 inputs": ({"activations": "int8"}, GPTQ, "integer weights alone, not int-quantized"),
     "fused": ({"overrides": {"*.v_proj": {"bits": 8}}}, GPTQ, "engines run them as one (qkv_proj)"),
     "kept one": ({"ignore": ["*.0.mlp.up_proj"]}, GPTQ, "engines run them as one (gate_up_proj)"),
+    "auto bits": (
+        {"method": "auto", "auto": {"target_bits": 5, "bits": [3, 5, 8]}},
+        GPTQ,
+        "2, 3, 4 or 8 bits, not 5 (`auto.bits`",
+    ),
+    "auto free": (
+        {"method": "auto", "auto": {"target_bits": 5, "bits": [4, 8], "fused": "free"}},
+        GPTQ,
+        "engines run them as one (qkv_proj)",
+    ),
+    "auto beside": (
+        {
+            "method": "auto",
+            "auto": {"target_bits": 5, "bits": [4, 8]},
+            "overrides": {"*.up_proj": {"method": "rtn", "bits": 4}},
+        },
+        GPTQ,
+        "engines run them as one (gate_up_proj)",
+    ),
     "order": (
         {"method": "gptq", "static_groups": False, "group_size": 32},
         {"quantization_format": "compressed-tensors"},

@@ -32,17 +32,19 @@ def foresee(targets: Targets, config: Config, info: ModelInfo) -> Foreseen:
     options = limits_of(config)
     units = find_units(targets, config, info)
     budget = budget_of(units, targets, config, info)
-    free = {name for unit in units for name in unit.names}
     num_weights = max(1, budget.num_weights)
     average = min(budget.nbytes, sum(max(unit.sizes) for unit in units)) / num_weights
     method = next((name for name in options.methods if name in CALIBRATED), options.methods[0])
     bits = f"{options.bits[0]} to {options.bits[-1]} bits"
+    number_of = {name: number for number, unit in enumerate(units) for name in unit.names}
 
     def planned(target: Target) -> ModulePlan:
-        before = 0 if target.untied else target.num_weights * info.dtype_bytes
-        return ModulePlan(target.name, f"auto, {bits}", before, int(average * target.num_weights))
+        before, number = 0 if target.untied else target.num_weights * info.dtype_bytes, number_of[target.name]
+        schemes = dict.fromkeys(c.scheme for c in units[number].candidates if c.scheme is not None)
+        after = int(average * target.num_weights)
+        return ModulePlan(target.name, f"auto, {bits}", before, after, candidates=tuple(schemes), unit=number)
 
-    notes = [f"bits and method of {len(free)} layers are chosen when sensitivities have been measured"]
+    notes = [f"bits and method of {len(number_of)} layers are chosen when sensitivities have been measured"]
     if options.max_mean_kl is None:
         reach = [budget.shown(sum(pick(unit.sizes) for unit in units)) for pick in (min, max)]
         limit = f"at most {budget.shown(budget.nbytes)}"
@@ -53,8 +55,8 @@ def foresee(targets: Targets, config: Config, info: ModelInfo) -> Foreseen:
     definite = [replace(t, method=method) if t.method == METHOD else t for t in targets.modules]
     passes = 4 + (0 if options.max_mean_kl is None else 3 * options.trials)
     return Foreseen(
-        f"{len(free)} linear layers by measured sensitivity, {limit}",
-        [planned(target) for target in targets.modules if target.name in free],
+        f"{len(number_of)} linear layers by measured sensitivity, {limit}",
+        [planned(target) for target in targets.modules if target.name in number_of],
         notes,
         replace(targets, modules=definite),
         float(num_weights) * options.tokens * passes,
