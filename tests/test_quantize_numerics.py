@@ -203,6 +203,8 @@ def test_damping_escalates_and_then_gives_up() -> None:
     indefinite = hessian - torch.eye(16) * (lowest + 0.05 * hessian.diagonal().mean())
     _, damping = inverse_factor(indefinite, alive, 0.01)
     assert 0.04 <= damping < 0.2
+    _, damping = inverse_factor(hessian - torch.eye(16) * (lowest + 0.44 * hessian.diagonal().mean()), alive, 0.01)
+    assert damping == 1.0, "the last try, past 0.64"
     with pytest.raises(NotPositiveDefinite):
         inverse_factor(hessian - torch.eye(16) * 10 * hessian.diagonal().mean(), alive, 0.01)
 

@@ -40,9 +40,9 @@ class FactoredHessian:
     def factorize(self, damping: float, by_activation: bool = False) -> float:
         """Let the upper triangle be U, with `U^T U` the inverse of the damped Hessian; returns the damping used.
 
-        damping: share of the mean diagonal that is added; doubled until the factorization succeeds. Dead inputs get
-        that mean as their diagonal. by_activation: columns with the largest inputs first. A second call changes
-        nothing. Raises NotPositiveDefinite where damping above 1 would be needed.
+        damping: share of the mean diagonal that is added; doubled, up to 1, until the factorization succeeds. Dead
+        inputs get that mean as their diagonal. by_activation: columns with the largest inputs first. A second call
+        changes nothing. Raises NotPositiveDefinite where damping above 1 would be needed.
         """
         if self.damping is not None:
             return self.damping
@@ -51,14 +51,16 @@ class FactoredHessian:
         mean = self.diagonal.mean()
         unit = torch.where(mean > 0, mean, torch.ones_like(mean))
         base = self._ordered(torch.where(self.dead, unit, self.diagonal))
-        while damping <= MAX_DAMPING:
+        while self.damping is None:
             mirror_lower(self.matrix)
             self.matrix.diagonal().copy_(base + damping * unit)
             if _take_root(self.matrix) and _invert(self.matrix):
                 self.damping = damping
-                return damping
-            damping *= DAMPING_FACTOR
-        raise NotPositiveDefinite("the Hessian is not positive definite")
+            elif damping >= MAX_DAMPING:
+                raise NotPositiveDefinite("the Hessian is not positive definite")
+            else:
+                damping = min(damping * DAMPING_FACTOR, MAX_DAMPING)
+        return self.damping
 
     def reorder(self, order: torch.Tensor) -> None:
         """Keep the matrix in this order of the inputs, int64 [K], from now on; before it is factorized."""
