@@ -150,3 +150,16 @@ def test_experts_that_few_tokens_reach_fail_or_fall_back_as_declared(source: Pat
     assert all((line["tokens"] < 240) == (line["method"] == "rtn") for line in report.layers)
     assert len(fell) + sum(line["tokens"] == 256 for line in report.layers) == len(report.layers)
     assert any(f"{len(fell)} layers were reached by fewer than 240" in note["message"] for note in context.notes)
+
+
+def test_the_gate_of_a_shared_expert_stays_as_it_is(tmp_path: Path, tiny_model: Path) -> None:
+    make("qwen2_moe", shared_expert_intermediate_size=32).save_pretrained(tmp_path)
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    info = describe(resolve(tmp_path))
+    names = [f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)]
+    plan = Quantize(group_size=32).plan(info)
+    assert not {module.name for module in plan.modules} & set(names) and not plan.refusals
+    assert sum("has one output" in note for note in plan.notes) == 2
+    asked = Quantize(group_size=32, overrides={"*.shared_expert_gate": {"bits": 8}}).plan(info)
+    assert {module.name for module in asked.modules} >= set(names)

@@ -77,6 +77,10 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
         if name in ignored or settings["skip"]:
             out.skipped.append(name)
             continue
+        if rows == 1 and name not in overrides:
+            out.skipped.append(name)
+            out.notes.append(f"{name}: has one output, a gate that engines run unquantized, and stays as it is")
+            continue
         untied = False
         if name == head:
             if config.lm_head == "keep":
