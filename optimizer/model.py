@@ -13,6 +13,7 @@ from .runtime_spec import RuntimeSpec
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..runtime.lazy import LazyWeights
@@ -115,13 +116,16 @@ class ModelInfo:
 
     @cached_property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Module name → (out_features, in_features) of every nn.Linear, in the order of the module tree."""
+        """Module name → (out_features, in_features) of every nn.Linear, in the order of the module tree.
+
+        Without subclasses that are called otherwise, such as routers that return more than a product.
+        """
         from torch import nn
 
         return {
             name: (module.out_features, module.in_features)
             for name, module in self.skeleton.named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, nn.Linear) and _is_called_as_linear(module)
         }
 
     @cached_property
@@ -145,3 +149,18 @@ class ModelInfo:
             size = tensor.nbytes // max(1, math.prod(tensor.shape))
             totals[size] = totals.get(size, 0) + tensor.nbytes
         return max(totals, key=lambda s: totals[s]) if totals else 2
+
+
+def _is_called_as_linear(module: nn.Linear) -> bool:
+    """Whether the module, on the meta device, turns inputs of K features into one tensor of N."""
+    import torch
+    from torch import nn
+
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            output = module(torch.empty(2, 3, module.in_features, dtype=module.weight.dtype, device="meta"))
+    except Exception:  # whatever a subclass's own code raises
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (2, 3, module.out_features)

@@ -203,6 +203,21 @@ def test_what_the_format_cannot_express_is_refused() -> None:
     assert "quantized already (gptq)" in Quantize(group_size=32).plan(info).refusals[0]
 
 
+@pytest.mark.parametrize("kind", ["phimoe", "falcon"])
+def test_subclasses_of_linear_count_where_they_are_called_as_one(kind: str) -> None:
+    """The router of phimoe is an nn.Linear that returns three tensors; falcon has linear layers with an own forward."""
+    changes = {**SMALL, "num_local_experts": 4, "new_decoder_architecture": True, "num_kv_heads": 2}
+    if kind == "falcon":
+        del changes["head_dim"]
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes), dtype=torch.float32).eval()
+    tensors = {n: TensorInfo(tuple(t.shape), "F32", t.nbytes, "model") for n, t in module.state_dict().items()}
+    model, info = LoadedModel(module, None, SOURCE), ModelInfo(SOURCE, module.config, tensors)
+    assert len(info.linear_shapes) == 3 * 4 + 1 and not any("router" in name for name in info.linear_shapes)
+    report = Quantize(method="gptq", group_size=32).run(model, context(info))
+    assert len(report.layers) == 3 * 4 and torch.isfinite(logits(model)).all()
+
+
 def test_odd_widths_come_with_a_note() -> None:
     _, info = make()
     assert any("5-bit" in note for note in Quantize(bits=5, group_size=32).plan(info).notes)
