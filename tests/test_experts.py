@@ -163,3 +163,14 @@ def test_the_gate_of_a_shared_expert_stays_as_it_is(tmp_path: Path, tiny_model: 
     assert sum("has one output" in note for note in plan.notes) == 2
     asked = Quantize(group_size=32, overrides={"*.shared_expert_gate": {"bits": 8}}).plan(info)
     assert {module.name for module in asked.modules} >= set(names)
+
+
+def test_experts_that_cannot_be_split_are_not_said_to_need_what_was_asked(tmp_path: Path, tiny_model: Path) -> None:
+    """mixtral's files call the layers w1, w2 and w3."""
+    make("mixtral", num_local_experts=4).save_pretrained(tmp_path)
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    info = describe(resolve(tmp_path))
+    (refusal,) = Quantize(group_size=32).plan(info).refusals
+    assert "cannot be split yet" in refusal and "method: fp8" in refusal and "experts: quantize" not in refusal
+    assert not Quantize(method="fp8").plan(info).refusals

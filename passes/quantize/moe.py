@@ -19,10 +19,13 @@ def quantizable_experts(info: ModelInfo) -> dict[str, tuple[int, int]]:
     return {key: shape for name in names for key, shape in expert_shapes(name, stacked[name]).items()}
 
 
-def expert_refusals(info: ModelInfo, shapes: dict[str, tuple[int, int]], schemes: dict[str, QuantScheme]) -> list[str]:
+def expert_refusals(
+    info: ModelInfo, shapes: dict[str, tuple[int, int]], schemes: dict[str, QuantScheme], asked: bool
+) -> list[str]:
     """Why transformers could not open the result, in sentences.
 
-    shapes: what `quantizable_experts` gives, empty where experts are kept; schemes: those of all modules by name.
+    shapes: what `quantizable_experts` gives, empty where experts are kept; schemes: those of all modules by name;
+    asked: whether experts were to be quantized.
     """
     if not schemes:
         return []
@@ -32,6 +35,12 @@ def expert_refusals(info: ModelInfo, shapes: dict[str, tuple[int, int]], schemes
     kept = bool(singly) and len(chosen) < max(1, len(shapes))
     formats = {scheme.format for scheme in schemes.values()}
     if kept and formats - {"float-quantized", *LIBRARY_FORMATS.values()}:
+        if asked and not shapes:
+            return [
+                f"{singly[0]} is stored as single experts under names that cannot be split yet, and transformers would "
+                "take them to be quantized like the other layers: use `method: fp8`, beside which they may stay as "
+                "they are"
+            ]
         return [
             f"{singly[0]} is stored as single experts, which transformers takes to be quantized like the other layers: "
             "quantize all experts (`experts: quantize`), or use `method: fp8`"

@@ -124,7 +124,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
     out.refusals += _follows_experts(config, out.modules, experts)
     out.refusals += library_refusals(out.modules, info)
     out.notes += library_notes(out.modules)
-    out.refusals += expert_refusals(info, experts, {target.name: target.scheme for target in out.modules})
+    schemes_of = {target.name: target.scheme for target in out.modules}
+    out.refusals += expert_refusals(info, experts, schemes_of, asked=config.experts == "quantize")
     if not out.modules and not out.refusals:
         out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")
     _add_notes(out, info)
