@@ -3,7 +3,7 @@
 import pytest
 import torch
 from llmopt.runtime.kernels import build
-from llmopt.runtime.kernels.attention import allocate_kv, paged_attention, write_kv
+from llmopt.runtime.kernels.attention import allocate_kv, equals_torch, matches_torch, paged_attention, write_kv
 from llmopt.runtime.kernels.native import get_num_threads, set_num_threads
 
 
@@ -98,6 +98,15 @@ def test_in_the_order_of_torch(options):
     out, expected = run([*MIXED, (1, 1300), (33, 600), (200, 200)], torch.bfloat16, as_torch=True, **options)
     assert (out - expected).abs().max() < 0.03
     assert (out - expected).abs().mean() < 0.002
+
+
+@pytest.mark.parametrize(("length", "new", "rounds"), [(800, 800, 2), (300, 200, 2), (200, 1, 20), (1000, 1, 40)])
+def test_the_bits_of_torch(isa, length, new, rounds):
+    """Many values, since a sum in a wrong order shows in one bfloat16 of a hundred thousand."""
+    if isa == "portable" or not matches_torch():
+        pytest.skip("the portable kernels, or a machine where torch sums in other orders")
+    generator = torch.Generator().manual_seed(1)
+    assert all(equals_torch(length, new, generator, heads=18, kv_heads=6) for _ in range(rounds))
 
 
 @pytest.mark.parametrize("rows", [[(1, 2000)], [(2, 1500), (1, 3)], [(70, 700)]])

@@ -248,31 +248,33 @@ def matches_torch() -> bool:
     """Whether `as_torch` gives the bits of torch's own attention on this machine, found by trial on random sequences:
     a few tokens, one after many, and more than a tile; another instruction set or library sums in other orders."""
     generator = torch.Generator().manual_seed(11)
-    heads, kv_heads, head_dim, block_size = 6, 3, 64, 32
-    for length, new in ((5, 5), (40, 40), (41, 1), (230, 1), (70, 66)):
-        q = torch.randn(1, heads, new, head_dim, generator=generator).mul_(2.0).bfloat16()
-        k, v = torch.randn(2, 1, kv_heads, length, head_dim, generator=generator).bfloat16().unbind(0)
-        mask = None if new == 1 else torch.ones(new, length, dtype=torch.bool).tril(length - new)
-        wanted = nn.functional.scaled_dot_product_attention(
-            q,
-            k.repeat_interleave(heads // kv_heads, 1),
-            v.repeat_interleave(heads // kv_heads, 1),
-            attn_mask=mask if new < length else None,
-            is_causal=new == length,
-            scale=head_dim**-0.5,
-        )
-        keys, values = allocate_kv(-(-length // block_size), block_size, kv_heads, head_dim, torch.bfloat16)
-        write_kv(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, torch.arange(length))
-        got = paged_attention(
-            q[0].transpose(0, 1).contiguous(),
-            keys,
-            values,
-            torch.tensor([0, new]),
-            torch.tensor([length]),
-            torch.arange(keys.shape[0]).unsqueeze(0),
-            scale=head_dim**-0.5,
-            as_torch=True,
-        )
-        if not torch.equal(got, wanted[0].transpose(0, 1)):
-            return False
-    return True
+    return all(equals_torch(*case, generator) for case in ((5, 5), (40, 40), (41, 1), (230, 1), (70, 66)))
+
+
+def equals_torch(length: int, new: int, generator: torch.Generator, heads: int = 6, kv_heads: int = 3) -> bool:
+    """Whether attention of the last `new` of `length` random bfloat16 tokens has the bits of torch's."""
+    head_dim, block_size = 64, 32
+    q = torch.randn(1, heads, new, head_dim, generator=generator).mul_(2.0).bfloat16()
+    k, v = torch.randn(2, 1, kv_heads, length, head_dim, generator=generator).bfloat16().unbind(0)
+    mask = None if new == 1 else torch.ones(new, length, dtype=torch.bool).tril(length - new)
+    wanted = nn.functional.scaled_dot_product_attention(
+        q,
+        k.repeat_interleave(heads // kv_heads, 1),
+        v.repeat_interleave(heads // kv_heads, 1),
+        attn_mask=mask if new < length else None,
+        is_causal=new == length,
+        scale=head_dim**-0.5,
+    )
+    keys, values = allocate_kv(-(-length // block_size), block_size, kv_heads, head_dim, torch.bfloat16)
+    write_kv(k[0].transpose(0, 1), v[0].transpose(0, 1), keys, values, torch.arange(length))
+    got = paged_attention(
+        q[0].transpose(0, 1).contiguous(),
+        keys,
+        values,
+        torch.tensor([0, new]),
+        torch.tensor([length]),
+        torch.arange(keys.shape[0]).unsqueeze(0),
+        scale=head_dim**-0.5,
+        as_torch=True,
+    )
+    return torch.equal(got, wanted[0].transpose(0, 1))

@@ -105,14 +105,14 @@ inline float torch_softmax_row(const Span& span, int m, float* s, float* p) {
   for (int i = 0; i < n; i += 16) best = _mm512_max_ps(best, _mm512_loadu_ps(s + i));
   const float peak = _mm512_reduce_max_ps(best);
   const __m512 shift = _mm512_set1_ps(peak);
-  __m512 sum = _mm512_setzero_ps();
+  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   const int whole = std::min(n, span.known / 16 * 16);
   for (int i = 0; i < whole; i += 16) {
     const __m512 e = exp_torch(_mm512_sub_ps(_mm512_loadu_ps(s + i), shift));
-    sum = _mm512_add_ps(sum, e);
+    sums[i / 16 % 2] = _mm512_add_ps(sums[i / 16 % 2], e);
     _mm512_storeu_ps(p + i, e);
   }
-  float total = _mm512_reduce_add_ps(sum);
+  float total = _mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]));
   for (int i = whole; i < n; ++i) {
     p[i] = i < high ? std::exp(s[i] - peak) : 0.0f;
     total += p[i];
@@ -213,7 +213,8 @@ struct TorchPanel {
         const auto pair = [&](int key) {
           return _mm512_loadu_si512(span.value_blocks[key / bs] + (static_cast<size_t>(key % bs / 2) * dp + d + 16 * h) * 4);
         };
-        __m512 acc = _mm512_setzero_ps();
+        float* o = span.o + static_cast<size_t>(m) * dp + d + 16 * h;
+        __m512 acc = _mm512_loadu_ps(o);
         int key = 0;
         for (; key + 4 <= n; key += 4) {
           const __m512i a = pair(key), b = pair(key + 2);
@@ -227,8 +228,7 @@ struct TorchPanel {
           const __m512i v = pair(i & ~1);
           acc = _mm512_fmadd_ps(_mm512_set1_ps(p[i]), i & 1 ? odd_values(v) : even_values(v), acc);
         }
-        float* o = span.o + static_cast<size_t>(m) * dp + d + 16 * h;
-        _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc));
+        _mm512_storeu_ps(o, acc);
       }
   }
 
