@@ -4,7 +4,7 @@ import pytest
 import torch
 from llmopt.runtime.kernels import build
 from llmopt.runtime.kernels.linear import NativeLinear, quantize_rows, torch_chunks
-from llmopt.runtime.kernels.native import set_num_threads, stop_threads
+from llmopt.runtime.kernels.native import instruction_set, library, set_num_threads, stop_threads
 from llmopt.runtime.kernels.packed import dequantize_codes
 
 
@@ -188,3 +188,66 @@ def test_dequantized_weights_are_rounded_once(bits, columns, group, symmetric, r
     assert (layer(x) - exact).abs().max() < 2e-6 * columns * weight.abs().max()
     if build.requested_isa() != "portable" and torch_chunks(columns) != (0, 0):
         assert torch.equal(layer(x).bfloat16(), torch.nn.functional.linear(x, weight))
+
+
+def codes_of_width(width, rows, columns, group, symmetric):
+    """Random codes of 4, 5 (narrow) or 8 bits, with the zero points of `symmetric` or of their own."""
+    codes, scales, zeros = random_codes(rows, columns, group, width, symmetric, seed=columns + width)
+    codes[0, 0], codes[-1, -1] = 0, 2**width - 1
+    if width == 5 and symmetric:
+        codes += 112
+    return codes, scales, zeros
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "width, columns, group, dtype",
+    [
+        *((8, *shape, torch.bfloat16) for shape in ((80, 80), (576, 576), (576, 64), (672, 96), (320, 32))),
+        *((8, 192, 64, dtype) for dtype in (torch.float16, torch.float32)),
+        *((width, *shape, torch.bfloat16) for width in (4, 5) for shape in ((576, 576), (672, 96))),
+    ],
+)
+def test_dequantized_codes_have_the_bits_of_their_weights(width, columns, group, dtype, symmetric):
+    """A layer of codes gives what one of its bfloat16 weights gives, for any rows and wherever the sums are cut."""
+    codes, scales, zeros = codes_of_width(width, 40, columns, group, symmetric)
+    scales = scales.to(dtype)
+    bits = 4 if width == 4 else 8
+    coded = NativeLinear.from_codes(codes, scales, zeros, bits=bits, activation="bfloat16", dequantize=True)
+    plain = NativeLinear.from_weight(dequantize_codes(codes, scales.float(), zeros, bits).bfloat16())
+    x = torch.randn(33, columns, generator=torch.Generator().manual_seed(columns))
+    for chunks, numbers in (((256, 128), range(1, 34)), ((128, 512), (1, 12, 33)), ((0, 0), (1, 5, 25))):
+        for layer in (coded, plain):
+            library().llmopt_linear_set_chunks(layer.handle, *chunks)
+        for rows in numbers:
+            assert torch.equal(coded(x[:rows]), plain(x[:rows])), (chunks, rows)
+
+
+@pytest.mark.parametrize("columns, group", [(80, 80), (576, 576), (576, 64)])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_rows_of_bytes_do_not_depend_on_their_number(columns, group, symmetric, dequantize):
+    codes, scales, zeros = codes_of_width(8, 33, columns, group, symmetric)
+    layer = NativeLinear.from_codes(codes, scales, zeros, bits=8, activation="bfloat16", dequantize=dequantize)
+    x = torch.randn(33, columns, generator=torch.Generator().manual_seed(columns))
+    together = layer(x)
+    for rows in range(1, 33):
+        assert torch.equal(layer(x[:rows]), together[:rows]), rows
+
+
+@pytest.mark.parametrize("columns, group", [(80, 80), (576, 576), (576, 64)])
+@pytest.mark.parametrize("rows", [1, 5, 12, 33])
+def test_group_sums_of_bytes(columns, group, rows):
+    """Each group's sum is that of a bfloat16 layer of its differences; then one multiply-add a group."""
+    codes, scales, _ = codes_of_width(8, 70, columns, group, True)
+    layer = NativeLinear.from_codes(codes, scales, None, bits=8, activation="bfloat16")
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
+    total = torch.zeros(rows, 70)
+    for g in range(columns // group):
+        part = slice(g * group, (g + 1) * group)
+        sums = NativeLinear.from_weight((codes[:, part].float() - 128).bfloat16())(x[:, part])
+        total = (sums.double() * scales[:, g].double() + total.double()).float()
+    if instruction_set() == "portable":
+        assert (layer(x) - total).abs().max() < 2e-6 * total.abs().max()
+    else:
+        assert torch.equal(layer(x), total)

@@ -175,7 +175,7 @@ void Decoder::product(std::initializer_list<const Linear*> linears, int count, c
       }
       if (first >= last) continue;
       const Activations& x = packed(*l);
-      const TileView view = prepare_tile(*l, tile, std::min(count, last * kMaxRows) - first * kMaxRows, threads_[thread].tile);
+      TileView view = prepare_tile(*l, tile, std::min(count, last * kMaxRows) - first * kMaxRows, threads_[thread].tile);
       for (int panel = first; panel < last; ++panel) {
         panel_product(*l, view, tile, x, panel, c);
         store(index, tile, panel * kMaxRows, x.panel_rows(panel), c);
@@ -280,7 +280,7 @@ void Decoder::gated_mlp(const LayerSpec& l, int count) {
         const int tile = i % l.gate->tiles, first = i / l.gate->tiles * step, last = std::min(panels, first + step);
         if (first >= last) continue;
         const int covered = std::min(count, last * kMaxRows) - first * kMaxRows;
-        const TileView view = prepare_tile(linear, tile, covered, threads_[thread].tile);
+        TileView view = prepare_tile(linear, tile, covered, threads_[thread].tile);
         for (int panel = first; panel < last; ++panel) {
           panel_product(linear, view, tile, x, panel, c);
           if (round_) round_to_bf16(c, x.panel_rows(panel) * kLanes);

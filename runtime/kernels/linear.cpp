@@ -14,7 +14,8 @@ void unpack_int4(const Linear& l, const uint8_t* tile, uint8_t* out) {
       }
 }
 
-// Turns a tile of codes into bfloat16 or float units of (code - zero): both hold integers up to 255 exactly.
+// Turns a tile of codes in the plain order into bfloat16 or float units of (code - zero): both hold integers up to 255
+// exactly.
 void unpack_values(const Linear& l, const uint8_t* tile, uint8_t* out) {
   const int zero = l.weight == W_INT4 ? 8 : 128, units = l.group / 4;
   for (int i = 0; i < l.kp / 4; ++i) {
@@ -22,26 +23,10 @@ void unpack_values(const Linear& l, const uint8_t* tile, uint8_t* out) {
     const uint8_t* c = tile + i / units * l.group_bytes + (l.weight == W_INT4 ? (u / 2) * 128 : u * 128);
     const int shift = l.weight == W_INT4 ? (u & 1) * 4 : 0, mask = l.weight == W_INT4 ? 15 : 255;
     if (l.activation == X_BF16) {
-#if LLMOPT_AVX512  // here only the wide codes: the others lie in the direct order
-      // Bytes b0 b1 b2 b3 of a lane become the words (b0, b1) and (b2, b3), then bfloat16 by conversion.
-      const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1));
-      const __m512i second = _mm512_broadcast_i32x4(_mm_setr_epi8(2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15, -1));
-      const __m512i words = _mm512_set1_epi16(static_cast<short>(zero));
-      for (int j = 0; j < 2; ++j) {
-        const __m512i v = _mm512_loadu_si512(c + 64 * j);
-        for (int h = 0; h < 2; ++h) {
-          const __m512i w = _mm512_sub_epi16(_mm512_shuffle_epi8(v, h ? second : first), words);
-          const __m512 lo = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(w)));
-          const __m512 hi = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(w, 1)));
-          _mm512_storeu_si512(out + h * 128 + 64 * j, (__m512i)_mm512_cvtne2ps_pbh(hi, lo));
-        }
-      }
-#else
       uint16_t* o = reinterpret_cast<uint16_t*>(out);
       for (int n = 0; n < kLanes; ++n)
         for (int b = 0; b < 4; ++b)
           o[(b / 2) * 64 + 2 * n + b % 2] = f32_to_bf16(static_cast<float>(((c[4 * n + b] >> shift) & mask) - zero));
-#endif
       out += 2 * 4 * kLanes;
     } else {
       float* o = reinterpret_cast<float*>(out);
@@ -58,11 +43,6 @@ void scale_values(const Linear& l, const uint8_t* tile, uint8_t* units) {
   const int per_group = l.group / 2, zero = l.weight == W_INT4 ? 8 : 128;
   for (int g = 0; g < l.groups; ++g, tile += l.group_bytes, units += static_cast<size_t>(per_group) * 4 * kLanes) {
     const uint8_t* zeros = l.symmetric ? nullptr : tile + l.zeros_at;
-#if LLMOPT_AVX512
-    const GroupGrid grid(tile + l.scales_at, l.scale_format, zeros, zero);
-    for (int i = 0; i < 2 * per_group; ++i)
-      _mm512_storeu_si512(units + 64 * i, grid.weights(_mm512_loadu_si512(units + 64 * i), i % 2));
-#else
     uint16_t* values = reinterpret_cast<uint16_t*>(units);
     for (int n = 0; n < kLanes; ++n) {
       const float scale = scale_at(tile + l.scales_at, l.scale_format, n);
@@ -73,22 +53,8 @@ void scale_values(const Linear& l, const uint8_t* tile, uint8_t* units) {
           v = f32_to_bf16((bf16_to_f32(v) - shift) * scale);
         }
     }
-#endif
   }
 }
-
-#if LLMOPT_AVX512
-// Turns a tile of codes in the direct order into bfloat16 units of (code - the constant zero point).
-template <bool kInt4>
-void unpack_direct(const Linear& l, const uint8_t* tile, uint8_t* out) {
-  const __m512i table = value_table<kInt4>();
-  for (int g = 0; g < l.groups; ++g, tile += l.group_bytes)
-    for (size_t i = 0; i < l.scales_at; i += 128)
-      for (int j = 0; j < (kInt4 ? 4 : 2); ++j, out += 128)
-        for (int h = 0; h < 2; ++h)
-          _mm512_storeu_si512(out + 64 * h, unit_of<kInt4>(_mm512_loadu_si512(tile + i + 64 * h), j, table));
-}
-#endif
 
 // Columns after which some row's sum is cut; 0: none is.
 int segment_of(const Linear& l) {
@@ -101,17 +67,11 @@ int segment_of(const Linear& l) {
 TileView prepare_tile(const Linear& l, int tile, int rows, TileScratch& scratch) {
   const uint8_t* weights = l.tile(tile);
   if (l.weight == W_F32 || l.weight == W_BF16) return {weights, l.weight};
-  const bool unpacked = l.dequantize && (rows > kMaxRows || segment_of(l) % l.group);
-  if (l.direct() && !unpacked) return {weights, l.weight};
-#if LLMOPT_AVX512
-  if (l.direct()) {
-    uint8_t* out = scratch.weights.reserve(static_cast<size_t>(l.kp) * kLanes * 2);
-    if (l.weight == W_INT4) unpack_direct<true>(l, weights, out);
-    else unpack_direct<false>(l, weights, out);
-    scale_values(l, weights, out);
-    return {out, W_BF16};
+  const CodeOrder order = l.code_order();
+  if (order != CODES_PLAIN) {
+    const bool keep = rows > kMaxRows && (l.dequantize || order == CODES_WIDE);
+    return {weights, l.weight, keep ? scratch.weights.reserve(static_cast<size_t>(l.kp) * kLanes * 2) : nullptr};
   }
-#endif
   if (l.activation != X_INT8) {
     const size_t bytes = static_cast<size_t>(l.kp) * kLanes * (l.activation == X_BF16 ? 2 : 4);
     unpack_values(l, weights, scratch.weights.reserve(bytes));
@@ -125,7 +85,30 @@ TileView prepare_tile(const Linear& l, int tile, int rows, TileScratch& scratch)
   return {weights, l.weight};
 }
 
-void panel_product(const Linear& l, const TileView& view, int tile, const Activations& x, int panel, float* c) {
+#if LLMOPT_AVX512
+namespace {
+
+// The product of codes that lie in one of the orders for bfloat16 rows.
+void codes_product(const Linear& l, int rows, const Product& p) {
+  if (l.weight == W_INT4) {
+    if (l.dequantize) for_rows<Dequantized<DirectCodes<true>>::template Body>(rows, p);
+    else for_rows<Direct<DirectCodes<true>>::template Body>(rows, p);
+  } else if (l.code_order() == CODES_DIRECT) {
+    if (l.dequantize) for_rows<Dequantized<DirectCodes<false>>::template Body>(rows, p);
+    else for_rows<Direct<DirectCodes<false>>::template Body>(rows, p);
+  } else if (!l.dequantize) {
+    for_rows<Direct<WideCodes<false>>::template Body>(rows, p);
+  } else if (fuses(l.scale_format, l.symmetric)) {
+    for_rows<Dequantized<WideCodes<true>>::template Body>(rows, p);
+  } else {
+    for_rows<Dequantized<WideCodes<false>>::template Body>(rows, p);
+  }
+}
+
+}  // namespace
+#endif
+
+void panel_product(const Linear& l, TileView& view, int tile, const Activations& x, int panel, float* c) {
   const int r = x.panel_rows(panel);
   const size_t base = static_cast<size_t>(panel) * kMaxRows;
   Product p;
@@ -147,19 +130,15 @@ void panel_product(const Linear& l, const TileView& view, int tile, const Activa
   p.segment = view.format == W_F32 || x.format != X_BF16 ? 0 : segment_of(l) / 2;
   for (int i = 0; i < 2; ++i) p.chunk[i] = l.chunk[i] ? l.chunk[i] / 2 : p.groups * p.units;
   p.alone = x.alone ? x.alone + base : nullptr;
+  p.kept = view.kept;
   const bool grouped = (l.weight == W_INT8 || l.weight == W_INT4) && !l.dequantize;
   if (x.format == X_INT8) {
     if (view.format == W_INT4) for_rows<Integer<true>::template Body>(r, p);
     else for_rows<Integer<false>::template Body>(r, p);
 #if LLMOPT_AVX512
-  } else if (l.dequantize && view.format == W_INT4) {
-    for_rows<Dequantized<true>::template Body>(r, p);
-  } else if (l.dequantize && view.format == W_INT8) {
-    for_rows<Dequantized<false>::template Body>(r, p);
-  } else if (x.format == X_BF16 && view.format == W_INT4) {
-    for_rows<Direct<true>::template Body>(r, p);
-  } else if (x.format == X_BF16 && view.format == W_INT8) {
-    for_rows<Direct<false>::template Body>(r, p);
+  } else if (x.format == X_BF16 && (view.format == W_INT4 || view.format == W_INT8)) {
+    codes_product(l, r, p);
+    if (view.kept) view = {view.kept, W_BF16};
 #endif
   } else if (view.format == W_BF16) {
     if (grouped) for_rows<Grouped<BF16Op>::template Body>(r, p);

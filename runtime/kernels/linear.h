@@ -3,10 +3,13 @@
 // Weights are cut into tiles of 32 output rows. Inside a tile, unit u (4 bytes of the reduction axis, see microkernel.h)
 // of the 32 outputs lies together: float [K][32], bfloat16 [K/2][32][2], 8-bit codes [K/4][32][4]. 4-bit codes pack two
 // such units into one: byte i of lane n holds k = 8u + i in its low and k = 8u + 4 + i in its high nibble.
-// The direct order instead lays the codes of a lane's 4 bytes, read as two 16-bit words, so that even k fill the low and
-// odd k the high word from their low bits on: 4-bit (k0 k2 k4 k6)(k1 k3 k5 k7), 8-bit (k0 k2)(k1 k3). A word shifted right
-// by one code and looked up by its low five bits in a table of 32 bfloat16 values is then a unit of bfloat16 weights. It
-// serves codes within -16 … 15 of the constant zero point where activations are bfloat16 and AVX-512 is there.
+// Two other orders serve bfloat16 activations where AVX-512 is there:
+//   direct  codes within -16 … 15 of the constant zero point. The codes of a lane's 4 bytes, read as two 16-bit words, lie so
+//           that even k fill the low and odd k the high word from their low bits on: 4-bit (k0 k2 k4 k6)(k1 k3 k5 k7), 8-bit
+//           (k0 k2)(k1 k3). A word shifted right by one code and looked up by its low five bits in a table of 32 bfloat16
+//           values is then a unit of bfloat16 weights.
+//   wide    all other 8-bit codes: the same 4 bytes a lane, and 16 lanes in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, in
+//           which widening words to floats and converting two vectors of them to bfloat16 leave the lanes in order.
 // Behind the codes of each group stand its 32 scales, float, or bfloat16 or IEEE half where those hold them exactly, and its
 // 32 zero points uint8 where they are not the constant 2^(bits-1): a tile is one stream of memory, which is what the
 // prefetcher follows.
@@ -31,6 +34,7 @@ namespace llmopt {
 enum WeightFormat { W_F32 = 0, W_BF16 = 1, W_INT8 = 2, W_INT4 = 3 };
 enum ActivationFormat { X_F32 = 0, X_BF16 = 1, X_INT8 = 2 };
 enum ScaleFormat { S_F32 = 0, S_BF16 = 1, S_F16 = 2 };
+enum CodeOrder { CODES_PLAIN, CODES_DIRECT, CODES_WIDE };
 
 struct Linear {
   int weight, activation;
@@ -50,13 +54,12 @@ struct Linear {
   Buffer<float> bias;
   bool has_bias = false;
   uint8_t* tile(int i) const { return block.data() + static_cast<size_t>(i) * tile_bytes; }
-  // Whether codes lie in the direct order.
-  bool direct() const {
+  CodeOrder code_order() const {
 #if LLMOPT_AVX512
-    return activation == X_BF16 && (weight == W_INT4 || (weight == W_INT8 && narrow));
-#else
-    return false;
+    if (activation == X_BF16 && weight == W_INT8) return narrow ? CODES_DIRECT : CODES_WIDE;
+    if (activation == X_BF16 && weight == W_INT4) return CODES_DIRECT;
 #endif
+    return CODES_PLAIN;
   }
   size_t bytes() const { return tile_bytes * tiles + (has_bias ? sizeof(float) * n : 0) + sizeof(int32_t) * order.size(); }
 };
@@ -78,7 +81,7 @@ struct Activations {
   int panel_rows(int panel) const { return std::min(kMaxRows, rows - panel * kMaxRows); }
   void resize(int rows, const Linear& linear);
   bool wants_totals = false;  // only float products with zero points of their own need them
-  static bool totals_for(const Linear& l) { return l.activation != X_INT8 && !l.symmetric; }
+  static bool totals_for(const Linear& l) { return l.activation != X_INT8 && !l.symmetric && !l.dequantize; }
   bool matches(const Linear& l) const {
     return format == l.activation && group == l.group && kp == l.kp && wants_totals == totals_for(l) && order_key == l.order_key;
   }
@@ -92,12 +95,13 @@ struct TileScratch {
 };
 
 // c[rows][32] = tile `tile` of x W^T + b for the rows of panel `panel`.
-// `prepare_tile` once per tile and number of rows, then `panel_product` for each panel.
+// `prepare_tile` once per tile and number of rows, then `panel_product` for each panel in turn.
 struct TileView {
   const uint8_t* weights;
   int format;  // the layer's own where the tile is used as it lies, or what it was unpacked to
+  uint8_t* kept = nullptr;  // where the first panel leaves the units that it made of the codes, for the others
 };
 TileView prepare_tile(const Linear& linear, int tile, int rows, TileScratch& scratch);
-void panel_product(const Linear& linear, const TileView& view, int tile, const Activations& x, int panel, float* c);
+void panel_product(const Linear& linear, TileView& view, int tile, const Activations& x, int panel, float* c);
 
 }  // namespace llmopt

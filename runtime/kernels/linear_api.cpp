@@ -8,6 +8,13 @@
 
 using namespace llmopt;
 
+namespace {
+
+// Where a lane stands in the wide order (see linear.h).
+int wide_place(int lane) { return lane / 16 * 16 + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2; }
+
+}  // namespace
+
 extern "C" {
 
 // A linear layer of n x k weights (see linear.h for formats). group: columns that share a scale, a multiple of 32 that
@@ -50,16 +57,16 @@ void llmopt_linear_pack_codes(Linear* l, int row, int count, const uint8_t* code
     const size_t size = static_cast<size_t>(count) * l->k;
     l->narrow = std::all_of(codes, codes + size, [](uint8_t c) { return c >= 112 && c < 144; });
   }
-  const bool direct = l->direct();
+  const CodeOrder order = l->code_order();
   for (int i = 0; i < count; ++i) {
     const int tile = (row + i) / kLanes, lane = (row + i) % kLanes;
     uint8_t* base = l->tile(tile);
     const uint8_t* c = codes + static_cast<size_t>(i) * l->k;
     for (int g = 0; g < l->groups; ++g, base += l->group_bytes) {
-      uint8_t* out = base + 4 * lane;
+      uint8_t* out = base + 4 * (order == CODES_WIDE ? wide_place(lane) : lane);
       for (int j = 0; j < l->group && g * l->group + j < l->k; ++j, ++c) {
         const int per = l->weight == W_INT8 ? 4 : 8, at = j % per;  // codes of a lane's 4 bytes
-        const int place = direct ? at % 2 * (per / 2) + at / 2 : per == 4 ? at : at % 4 * 2 + at / 4;
+        const int place = order != CODES_PLAIN ? at % 2 * (per / 2) + at / 2 : per == 4 ? at : at % 4 * 2 + at / 4;
         uint8_t& byte = out[(j / per) * 128 + place * 4 / per];
         if (per == 4) byte = *c;
         else byte = place % 2 ? static_cast<uint8_t>((byte & 0x0f) | (*c << 4)) : static_cast<uint8_t>((byte & 0xf0) | *c);
@@ -128,7 +135,7 @@ int llmopt_linear_forward(const Linear* l, int m, const float* x, int64_t ldx, f
   threads.run(l->tiles, [&](int begin, int end, int t) {
     alignas(64) float c[kMaxRows * kLanes];
     for (int tile = begin; tile < end; ++tile) {
-      const TileView view = prepare_tile(*l, tile, m, scratch[t]);
+      TileView view = prepare_tile(*l, tile, m, scratch[t]);
       const int width = std::min(kLanes, l->n - tile * kLanes);
       for (int panel = 0; panel < a.panels(); ++panel) {
         panel_product(*l, view, tile, a, panel, c);

@@ -22,6 +22,7 @@ struct Product {
   int segment;                // bfloat16 products: units after which a row's sum may be cut, 0: one sum
   int chunk[2];               // units after which it is, of rows with others and of rows alone, multiples of segment
   const uint8_t* alone;       // [r], or null
+  uint8_t* kept;              // where kMaxRows rows leave the bfloat16 units that they made of the codes, or null
 };
 
 // Moves the sums into c that end where `done` of all units are summed.
@@ -123,133 +124,6 @@ struct Grouped {
   };
 };
 
-// Bfloat16 values of the codes' differences from the constant zero point, by their low five bits.
-template <bool kInt4>
-inline __m512i value_table() {
-  alignas(64) uint16_t table[32];
-  for (int i = 0; i < 32; ++i)
-    table[i] = f32_to_bf16(static_cast<float>(kInt4 ? (i & 15) - 8 : i < 16 ? i : i - 32));
-  return _mm512_load_si512(table);
-}
-
-// Unit j of the bfloat16 units that the codes r of 16 lanes stand for: a permutation reads five bits of each word.
-template <bool kInt4>
-inline __m512i unit_of(__m512i r, int j, __m512i table) {
-  return _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(r, j * (kInt4 ? 4 : 8)) : r, table);
-}
-
-// Codes in the direct order against bfloat16 rows: values come from a table in a register, which costs no more than to
-// load them, so that any number of rows reads the codes as they lie.
-template <bool kInt4>
-struct Direct {
-  static constexpr int kUnits = kInt4 ? 4 : 2;  // bfloat16 units that 128 bytes of codes hold
-  template <int MR>
-  struct Body {
-    static constexpr int kChains = MR == 1 ? kUnits : MR <= 3 ? 2 : 1;  // sums a row: few leave the latency uncovered
-    static void run(const Product& p) {
-      const __m512i table = value_table<kInt4>();
-      const uint8_t* a = p.a;
-      std::memset(p.c, 0, sizeof(float) * MR * kLanes);
-      for (int g = 0; g < p.groups; ++g) {
-        const uint8_t* w = p.weights + g * p.weight_step;
-        __m512 acc[kChains][MR][2];
-#pragma GCC unroll 4
-        for (int j = 0; j < kChains; ++j)
-#pragma GCC unroll 12
-          for (int m = 0; m < MR; ++m) acc[j][m][0] = acc[j][m][1] = _mm512_setzero_ps();
-        for (int u = 0; u < p.units; u += kUnits, a += kUnits * 4 * MR, w += 128) {
-          const __m512i r0 = _mm512_loadu_si512(w), r1 = _mm512_loadu_si512(w + 64);
-          _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char*>(w + 2112), _MM_HINT_T0);
-#pragma GCC unroll 4
-          for (int j = 0; j < kUnits; ++j) {
-            const __m512i b0 = unit_of<kInt4>(r0, j, table), b1 = unit_of<kInt4>(r1, j, table);
-#pragma GCC unroll 12
-            for (int m = 0; m < MR; ++m) {
-              const __m512i x = broadcast_unit(a + 4 * (j * MR + m));
-              __m512(&v)[2] = acc[j % kChains][m];
-              v[0] = multiply_add<BF16Op>(v[0], b0, x);
-              v[1] = multiply_add<BF16Op>(v[1], b1, x);
-            }
-          }
-        }
-#pragma GCC unroll 4
-        for (int j = 1; j < kChains; ++j)
-#pragma GCC unroll 12
-          for (int m = 0; m < MR; ++m)
-            for (int h = 0; h < 2; ++h) acc[0][m][h] = _mm512_add_ps(acc[0][m][h], acc[j][m][h]);
-        add_group<MR>(p, g, acc[0]);
-      }
-    }
-  };
-};
-
-// Scales and shifts of the zero points of one group, for 16 lanes each.
-struct GroupGrid {
-  __m512 scale[2], shift[2];
-  bool shifted;
-  GroupGrid(const uint8_t* scales, int format, const uint8_t* zeros, int zero) : shifted(zeros != nullptr) {
-    for (int h = 0; h < 2; ++h) {
-      scale[h] = load_scales(scales, format, 16 * h);
-      shift[h] = _mm512_setzero_ps();
-      if (!zeros) continue;
-      const __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + 16 * h)));
-      shift[h] = _mm512_cvtepi32_ps(_mm512_sub_epi32(z, _mm512_set1_epi32(zero)));
-    }
-  }
-  // A unit of bfloat16 weights, rounded once, of a unit of bfloat16 differences from the constant zero point.
-  __m512i weights(__m512i unit, int half) const {
-    alignas(64) static const uint16_t interleave[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(unit, 16));
-    __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(unit, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-    if (shifted) {
-      even = _mm512_sub_ps(even, shift[half]);
-      odd = _mm512_sub_ps(odd, shift[half]);
-    }
-    const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(odd, scale[half]), _mm512_mul_ps(even, scale[half]));
-    return _mm512_permutexvar_epi16(_mm512_load_si512(interleave), words);
-  }
-};
-
-// Codes in the direct order, dequantized to bfloat16 on their way into one sum over all columns.
-template <bool kInt4>
-struct Dequantized {
-  static constexpr int kUnits = kInt4 ? 4 : 2;
-  template <int MR>
-  struct Body {
-    static void run(const Product& p) {
-      const __m512i table = value_table<kInt4>();
-      const uint8_t* a = p.a;
-      Accumulator<MR> acc;
-      acc.zero();
-      std::memset(p.c, 0, sizeof(float) * MR * kLanes);
-      for (int g = 0; g < p.groups; ++g) {
-        const uint8_t* w = p.weights + g * p.weight_step;
-        const GroupGrid grid(p.scales + g * p.step, p.scale_format, p.zeros ? p.zeros + g * p.step : nullptr, p.zero);
-        for (int u = 0; u < p.units; u += kUnits, a += kUnits * 4 * MR, w += 128) {
-          const __m512i r0 = _mm512_loadu_si512(w), r1 = _mm512_loadu_si512(w + 64);
-          _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
-          _mm_prefetch(reinterpret_cast<const char*>(w + 2112), _MM_HINT_T0);
-#pragma GCC unroll 4
-          for (int j = 0; j < kUnits; ++j) {
-            const __m512i b0 = grid.weights(unit_of<kInt4>(r0, j, table), 0);
-            const __m512i b1 = grid.weights(unit_of<kInt4>(r1, j, table), 1);
-#pragma GCC unroll 12
-            for (int m = 0; m < MR; ++m) {
-              const __m512i x = broadcast_unit(a + 4 * (j * MR + m));
-              acc.v[m][0] = multiply_add<BF16Op>(acc.v[m][0], b0, x);
-              acc.v[m][1] = multiply_add<BF16Op>(acc.v[m][1], b1, x);
-            }
-          }
-        }
-        const int done = (g + 1) * p.units;
-        if (g + 1 == p.groups || (p.segment && done % p.segment == 0)) end_segment<MR>(p, acc, done);
-      }
-    }
-  };
-};
-
 template <bool kInt4>
 struct Integer {
   template <int MR>
@@ -342,6 +216,7 @@ struct Integer {
   };
 };
 
+#include "linear_codes.h"
 #else
 #include "linear_products_portable.h"
 #endif
