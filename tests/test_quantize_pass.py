@@ -293,6 +293,8 @@ def test_gptq_runs_on_the_architecture_and_beats_rounding(kind: str) -> None:
     assert all(line["error"] < line["error_rtn"] for line in report.layers)
     assert [event.step for event in events] == [1, 2, 3] and {event.total for event in events} == {3}
     assert all(event.data["error_after"] < event.data["error_before"] for event in events)
+    shown = f"error {events[0].data['error_after']:.3g}, {events[0].data['error_before']:.3g} by rounding"
+    assert events[0].message.startswith(f"block 1 of 3: {shown}")
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

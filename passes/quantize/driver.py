@@ -187,7 +187,7 @@ class _Run:
         self.context.progress(
             index + 1,
             total,
-            f"block {index + 1} of {len(self.blocks)}",
+            f"block {index + 1} of {len(self.blocks)}{_shown(before, after)}",
             error_before=before,
             error_after=after,
             seconds=round(seconds, 3),
@@ -253,3 +253,8 @@ def mean_errors(lines: Lines) -> tuple[float | None, float | None]:
         return None, None
     count = len(calibrated)
     return sum(line["error_rtn"] for line in calibrated) / count, sum(line["error"] for line in calibrated) / count
+
+
+def _shown(before: float | None, after: float | None) -> str:
+    """A block's errors behind the message of its progress; empty where nothing was calibrated."""
+    return "" if before is None or after is None else f": error {after:.3g}, {before:.3g} by rounding to nearest"
