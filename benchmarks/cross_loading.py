@@ -126,7 +126,8 @@ def reason(text: str) -> str:
     """The last line of a traceback that names an error; vLLM logs its own around it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if ("Error: " in line or "Exception: " in line) and not line.startswith("File")]
-    return (named or lines or [""])[-1][-300:]
+    inner = [line.partition(" [type=")[0] for line in lines if line.startswith("Value error, ")]  # pydantic's
+    return (inner or named or lines or [""])[-1][-300:]
 
 
 def texts(model: Path, text: Path) -> dict[str, Any]:

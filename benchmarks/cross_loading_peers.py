@@ -46,12 +46,13 @@ def torch_model(job: Job, model: Any, **about: str) -> dict[str, Any]:
     import torch
 
     tokens = []
+    model.generation_config.eos_token_id = None  # `min_new_tokens` would forbid it, where others write it and go on
     with torch.inference_mode():
         for prompt in job["prompts"]:
             ids = torch.tensor([prompt])
             out = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=job["new"],
-                min_new_tokens=job["new"], do_sample=False, pad_token_id=0,
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=job["new"], do_sample=False,
+                pad_token_id=0,
             )  # fmt: skip
             tokens.append(out[0, len(prompt) :].tolist())
         logits = model(input_ids=torch.tensor([job["window"]]), use_cache=False).logits[0, :-1]
