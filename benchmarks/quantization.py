@@ -155,6 +155,8 @@ class Run:
             options |= {"bits": row.bits, "group_size": row.group}
         if options["method"] not in ("rtn", "hqq", "gptq", "awq"):
             options.pop("symmetric")
+        if options["method"] == "auto":  # it chooses them
+            options.pop("bits")
         recipe = {
             "calibration": {"text": str(self.args.calibration), "num_samples": self.args.samples,
                             "sequence_length": self.args.length, "self_samples": row.self_samples},
