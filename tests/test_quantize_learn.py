@@ -31,6 +31,10 @@ def test_it_starts_as_the_packed_layer_and_packs_to_the_same_bits(symmetric: boo
     packed, weight = layer(symmetric)
     latent, x = LatentLinear(packed, weight), torch.randn(5, 64)
     assert torch.equal(latent(x), packed(x))
+    # a block may multiply by a layer's weight itself, as mamba's does
+    assert torch.equal(torch.nn.functional.linear(x, latent.weight, latent.bias), packed(x))
+    latent.weight.sum().backward()
+    assert latent.latent.grad is not None
     again = latent.pack()
     assert all(torch.equal(a, b) for a, b in zip(packed.state_dict().values(), again.state_dict().values()))
 

@@ -70,11 +70,20 @@ class LatentLinear(nn.Module):
         """What is trained."""
         return self.latent, self.stretch
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rounded weight [N, K], in the dtype of the scales; blocks such as mamba's multiply by it themselves."""
         codes = self.latent + (self.latent.detach().round() - self.latent.detach())
         weight = (codes - self.zeros) * (self.scales * (1 + self.stretch))
-        weight = weight.view(self.packed.out_features, self.packed.in_features).to(self.dtype)
-        return nn.functional.linear(input, weight, self.packed.bias)
+        return weight.view(self.packed.out_features, self.packed.in_features).to(self.dtype)
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The layer's own [N]."""
+        return self.packed.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.weight, self.bias)
 
     @torch.no_grad()
     def clamp(self) -> None:
