@@ -237,15 +237,17 @@ def test_rows_of_bytes_do_not_depend_on_their_number(columns, group, symmetric, 
 
 @pytest.mark.parametrize("columns, group", [(80, 80), (576, 576), (576, 64)])
 @pytest.mark.parametrize("rows", [1, 5, 12, 33])
-def test_group_sums_of_bytes(columns, group, rows):
-    """Each group's sum is that of a bfloat16 layer of its differences; then one multiply-add a group."""
-    codes, scales, _ = codes_of_width(8, 70, columns, group, True)
-    layer = NativeLinear.from_codes(codes, scales, None, bits=8, activation="bfloat16")
+@pytest.mark.parametrize("width, dtype", [(8, torch.bfloat16), (8, torch.float32), (4, torch.float32)])
+def test_group_sums_of_codes(width, dtype, columns, group, rows):
+    """Each group's sum is that of a float layer of its differences; then one multiply-add a group."""
+    codes, scales, _ = codes_of_width(width, 70, columns, group, True)
+    activation = str(dtype).removeprefix("torch.")
+    layer = NativeLinear.from_codes(codes, scales, None, bits=width, activation=activation)
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
     total = torch.zeros(rows, 70)
     for g in range(columns // group):
         part = slice(g * group, (g + 1) * group)
-        sums = NativeLinear.from_weight((codes[:, part].float() - 128).bfloat16())(x[:, part])
+        sums = NativeLinear.from_weight((codes[:, part].float() - 2 ** (width - 1)).to(dtype))(x[:, part])
         total = (sums.double() * scales[:, g].double() + total.double()).float()
     if instruction_set() == "portable":
         assert (layer(x) - total).abs().max() < 2e-6 * total.abs().max()

@@ -14,6 +14,7 @@ void unpack_int4(const Linear& l, const uint8_t* tile, uint8_t* out) {
       }
 }
 
+#if !LLMOPT_AVX512
 // Turns a tile of codes in the plain order into bfloat16 or float units of (code - zero): both hold integers up to 255
 // exactly.
 void unpack_values(const Linear& l, const uint8_t* tile, uint8_t* out) {
@@ -55,6 +56,7 @@ void scale_values(const Linear& l, const uint8_t* tile, uint8_t* units) {
     }
   }
 }
+#endif
 
 // Columns after which some row's sum is cut; 0: none is.
 int segment_of(const Linear& l) {
@@ -67,17 +69,18 @@ int segment_of(const Linear& l) {
 TileView prepare_tile(const Linear& l, int tile, int rows, TileScratch& scratch) {
   const uint8_t* weights = l.tile(tile);
   if (l.weight == W_F32 || l.weight == W_BF16) return {weights, l.weight};
-  const CodeOrder order = l.code_order();
-  if (order != CODES_PLAIN) {
-    const bool keep = rows > kMaxRows && (l.dequantize || order == CODES_WIDE);
-    return {weights, l.weight, keep ? scratch.weights.reserve(static_cast<size_t>(l.kp) * kLanes * 2) : nullptr};
-  }
+#if LLMOPT_AVX512
+  if (l.activation == X_BF16 && rows > kMaxRows && (l.dequantize || l.code_order() == CODES_WIDE))
+    return {weights, l.weight, scratch.weights.reserve(static_cast<size_t>(l.kp) * kLanes * 2)};
+  if (l.activation != X_INT8) return {weights, l.weight};
+#else
   if (l.activation != X_INT8) {
     const size_t bytes = static_cast<size_t>(l.kp) * kLanes * (l.activation == X_BF16 ? 2 : 4);
     unpack_values(l, weights, scratch.weights.reserve(bytes));
     if (l.dequantize) scale_values(l, weights, scratch.weights.data);
     return {scratch.weights.data, l.activation == X_BF16 ? W_BF16 : W_F32};
   }
+#endif
   if (l.weight == W_INT4 && rows > kMaxRows) {
     unpack_int4(l, weights, scratch.weights.reserve(static_cast<size_t>(l.kp) * kLanes));
     return {scratch.weights.data, W_INT8};
@@ -88,9 +91,12 @@ TileView prepare_tile(const Linear& l, int tile, int rows, TileScratch& scratch)
 #if LLMOPT_AVX512
 namespace {
 
-// The product of codes that lie in one of the orders for bfloat16 rows.
+// The product of codes as they lie with float or bfloat16 rows.
 void codes_product(const Linear& l, int rows, const Product& p) {
-  if (l.weight == W_INT4) {
+  if (l.activation == X_F32) {
+    if (l.weight == W_INT4) for_rows<Floats<true>::template Body>(rows, p);
+    else for_rows<Floats<false>::template Body>(rows, p);
+  } else if (l.weight == W_INT4) {
     if (l.dequantize) for_rows<Dequantized<DirectCodes<true>>::template Body>(rows, p);
     else for_rows<Direct<DirectCodes<true>>::template Body>(rows, p);
   } else if (l.code_order() == CODES_DIRECT) {
@@ -136,7 +142,7 @@ void panel_product(const Linear& l, TileView& view, int tile, const Activations&
     if (view.format == W_INT4) for_rows<Integer<true>::template Body>(r, p);
     else for_rows<Integer<false>::template Body>(r, p);
 #if LLMOPT_AVX512
-  } else if (x.format == X_BF16 && (view.format == W_INT4 || view.format == W_INT8)) {
+  } else if (view.format == W_INT4 || view.format == W_INT8) {
     codes_product(l, r, p);
     if (view.kept) view = {view.kept, W_BF16};
 #endif

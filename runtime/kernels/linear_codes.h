@@ -1,4 +1,4 @@
-// Products of codes with bfloat16 rows, AVX-512: codes become bfloat16 units in registers. Included by linear_products.h,
+// Products of codes with float and bfloat16 rows, AVX-512: codes become units in registers. Included by linear_products.h,
 // inside its namespaces. The orders of codes are those of linear.h.
 
 // Scales and shifts of the zero points of one group, for 16 lanes each.
@@ -183,6 +183,49 @@ struct Dequantized {
           done += count;
           if (done == all || done % segment == 0) end_segment<MR>(p, acc[0], done);
         }
+      }
+    }
+  };
+};
+
+// Codes in the plain order against float rows: set into the second byte of 2^15 and taken from 2^15 + zero they are floats.
+// Group sums are scaled in float.
+template <bool kInt4>
+struct Floats {
+  static constexpr int kColumns = kInt4 ? 8 : 4;  // that 128 bytes of codes hold
+  // Column j of 16 lanes, as the difference from the constant zero point.
+  static __m512 difference(__m512i r, int j) {
+    const int shift = j % 4 * 8 + j / 4 * 4 - 8;
+    const __m512i moved = shift < 0 ? _mm512_slli_epi32(r, -shift) : _mm512_srli_epi32(r, shift);
+    const __m512i mask = _mm512_set1_epi32(kInt4 ? 0x0f00 : 0xff00), base = _mm512_set1_epi32(0x47000000);
+    const __m512 value = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(moved, mask, base, 0xea));  // moved & mask | base
+    return _mm512_sub_ps(value, _mm512_set1_ps(32768.0f + (kInt4 ? 8 : 128)));
+  }
+  template <int MR>
+  struct Body {
+    static void run(const Product& p) {
+      const uint8_t* a = p.a;
+      std::memset(p.c, 0, sizeof(float) * MR * kLanes);
+      for (int g = 0; g < p.groups; ++g) {
+        const uint8_t* w = p.weights + g * p.weight_step;
+        Accumulator<MR> acc;
+        acc.zero();
+        for (int u = 0; u < p.units; u += kColumns, a += kColumns * 4 * MR, w += 128) {
+          const __m512i r0 = _mm512_loadu_si512(w), r1 = _mm512_loadu_si512(w + 64);
+          _mm_prefetch(reinterpret_cast<const char*>(w + 2048), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(w + 2112), _MM_HINT_T0);
+#pragma GCC unroll 8
+          for (int j = 0; j < kColumns; ++j) {
+            const __m512i b0 = _mm512_castps_si512(difference(r0, j)), b1 = _mm512_castps_si512(difference(r1, j));
+#pragma GCC unroll 12
+            for (int m = 0; m < MR; ++m) {
+              const __m512i x = broadcast_unit(a + 4 * (j * MR + m));
+              acc.v[m][0] = multiply_add<F32Op>(acc.v[m][0], b0, x);
+              acc.v[m][1] = multiply_add<F32Op>(acc.v[m][1], b1, x);
+            }
+          }
+        }
+        add_group<MR>(p, g, acc.v);
       }
     }
   };
