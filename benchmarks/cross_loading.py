@@ -73,9 +73,12 @@ TENSORS_READERS = (
 )  # fmt: skip
 LIBRARY_READERS = TENSORS_READERS[:4]
 """Of bitsandbytes' and torchao's layers, which transformers reads with those libraries, in this environment."""
+INPUTS_READERS = (*TENSORS_READERS[:2], ("llmopt-static", "bfloat16"), *TENSORS_READERS[2:])
+"""Of layers that quantize their inputs: how far our own two engines are from each other says what roundings do."""
 READERS = {
     # name → the worker's kind, and the venv it runs in ("" for this one)
     "llmopt": ("read-llmopt", ""),
+    "llmopt-static": ("read-llmopt-static", ""),
     "transformers": ("read-transformers", ""),
     "gptqmodel": ("read-gptqmodel", "gptqmodel"),
     "gptqmodel-dense": ("read-gptqmodel-dense", "gptqmodel"),
@@ -88,6 +91,8 @@ def readers_of(name: str) -> tuple[tuple[str, str], ...]:
     """Who opens a checkpoint, and in which dtype."""
     if "bnb" in name or "dynamic" in name:
         return LIBRARY_READERS
+    if name in ("llmopt W8A8", "llmopt fp8"):
+        return INPUTS_READERS
     return GPTQ_READERS if "gptq" in name.lower() else TENSORS_READERS
 
 

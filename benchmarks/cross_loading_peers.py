@@ -119,18 +119,24 @@ def make_llmopt(job: Job) -> dict[str, Any]:
 # -- readers
 
 
-def read_llmopt(job: Job) -> dict[str, Any]:
+def read_llmopt(job: Job, **options: Any) -> dict[str, Any]:
     import llmopt
     import torch
-    from llmopt.evaluation.logits import runner_logits
+    from llmopt.evaluation.logits import runner_logits, window_logits
 
-    with llmopt.load(job["model"], device="cpu", dtype=job["dtype"]) as llm:
+    window = torch.tensor([job["window"]])
+    with llmopt.load(job["model"], device="cpu", dtype=job["dtype"], **options) as llm:
         engine: Any = llm.runner
-        ((_, logits),) = runner_logits(engine, torch.tensor([job["window"]]))
+        ((_, logits),) = window_logits(llm.module, window) if engine is None else runner_logits(engine, window)
         logits = logits.clone()
         found: Any = llm.generate(job["prompts"], max_new_tokens=job["new"], ignore_eos=True, temperature=0.0)
-        runner = type(engine).__name__
+        runner = "static engine" if engine is None else type(engine).__name__
     return scored(job, logits, [one.token_ids for one in found], llmopt=version("llmopt"), runner=runner)
+
+
+def read_llmopt_static(job: Job) -> dict[str, Any]:
+    """The same by our torch layers."""
+    return read_llmopt(job, engine="static")
 
 
 def read_transformers(job: Job) -> dict[str, Any]:
