@@ -7,7 +7,7 @@ model: SmolLM2-135M in bf16 or another small model. peers: a folder with a venv 
 their names say otherwise, with the head as it is; calibration is 32 sequences of 128 tokens. Each is read by llmopt
 (the reference of its row, in the same dtype) and by others: greedy tokens of 8 prompts, and a window of text scored.
 Nothing is timed. Checkpoints that are in `--work` already are taken as they are. The table is printed and can be had
-again from the JSON by `--report`.
+again from the JSON by `--report`. Layers that quantize their inputs have our torch layers as the reference.
 
 A reader whose arithmetic is ours should give every token; elsewhere bfloat16 kernels round otherwise and texts part at
 a near-tie. How far readers are from each other is said by the mean KL over the window (vLLM: over its first 64 tokens)
@@ -73,8 +73,10 @@ TENSORS_READERS = (
 )  # fmt: skip
 LIBRARY_READERS = TENSORS_READERS[:4]
 """Of bitsandbytes' and torchao's layers, which transformers reads with those libraries, in this environment."""
-INPUTS_READERS = (*TENSORS_READERS[:2], ("llmopt-static", "bfloat16"), *TENSORS_READERS[2:])
-"""Of layers that quantize their inputs: how far our own two engines are from each other says what roundings do."""
+INPUTS_READERS = (("llmopt-static", "bfloat16"), ("llmopt-static", "float32"), *TENSORS_READERS)
+"""Of layers that quantize their inputs. Our torch layers are the reference, whose arithmetic is that of transformers where
+it can be; how far the native engine is from them says what roundings before such a layer do.
+"""
 READERS = {
     # name → the worker's kind, and the venv it runs in ("" for this one)
     "llmopt": ("read-llmopt", ""),
@@ -89,10 +91,12 @@ READERS = {
 
 def readers_of(name: str) -> tuple[tuple[str, str], ...]:
     """Who opens a checkpoint, and in which dtype."""
-    if "bnb" in name or "dynamic" in name:
-        return LIBRARY_READERS
+    if name in ("llmopt bnb-int8", "llmopt dynamic-int8"):
+        return INPUTS_READERS[:-1]
     if name in ("llmopt W8A8", "llmopt fp8"):
         return INPUTS_READERS
+    if "bnb" in name:
+        return LIBRARY_READERS
     return GPTQ_READERS if "gptq" in name.lower() else TENSORS_READERS
 
 
@@ -187,8 +191,9 @@ def read(peers: Peers, args: argparse.Namespace, name: str, given: dict[str, Any
     """Every reader's answer to one checkpoint, each held against llmopt's in the same dtype."""
     folder, lines = args.work / name.replace(" ", "-"), []
     answers: dict[str, dict[str, Any]] = {}
+    files: dict[str, Path] = {}
     for reader, dtype in readers_of(name):
-        if args.readers and reader != "llmopt" and reader not in args.readers.split(","):
+        if args.readers and not reader.startswith("llmopt") and reader not in args.readers.split(","):
             continue
         kind, venv = READERS[reader]
         path = peers.scratch / f"{reader}-{dtype}.npy"
@@ -198,14 +203,13 @@ def read(peers: Peers, args: argparse.Namespace, name: str, given: dict[str, Any
         line: dict[str, Any] = {"checkpoint": name, "reader": reader, "dtype": dtype}
         if "error" in answer:
             line["error"] = answer["error"]
-        elif reader == "llmopt":
-            answers[dtype] = answer
+        elif reader.startswith("llmopt") and dtype not in answers:
+            answers[dtype], files[dtype] = answer, path
             line |= {"about": answer["about"], "tokens": answer["tokens"]}
         else:
             line |= {"about": answer["about"], "tokens": answer["tokens"]}
             if dtype in answers:
-                reference = peers.scratch / f"llmopt-{dtype}.npy"
-                line |= agreement(answers[dtype], answer, {"reference": reference, "other": path})
+                line |= agreement(answers[dtype], answer, {"reference": files[dtype], "other": path})
         lines.append(line)
         print(json.dumps({k: v for k, v in line.items() if k != "tokens"}), file=sys.stderr, flush=True)
     return lines
