@@ -129,6 +129,14 @@ class ModelInfo:
         }
 
     @cached_property
+    def not_called_as_linear(self) -> list[str]:
+        """Names of the modules that derive from nn.Linear and are not among `linear_shapes`."""
+        from torch import nn
+
+        modules = self.skeleton.named_modules()
+        return [name for name, module in modules if isinstance(module, nn.Linear) and name not in self.linear_shapes]
+
+    @cached_property
     def output_embedding_name(self) -> str | None:
         """Name of the head (`lm_head` in most models)."""
         head = self.skeleton.get_output_embeddings()

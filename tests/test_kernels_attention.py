@@ -4,7 +4,7 @@ import pytest
 import torch
 from llmopt.runtime.kernels import build
 from llmopt.runtime.kernels.attention import allocate_kv, equals_torch, matches_torch, paged_attention, write_kv
-from llmopt.runtime.kernels.native import get_num_threads, set_num_threads
+from llmopt.runtime.kernels.native import get_num_threads, instruction_set, set_num_threads
 
 
 @pytest.fixture(params=["native", "portable"], autouse=True)
@@ -98,6 +98,14 @@ def test_in_the_order_of_torch(options):
     out, expected = run([*MIXED, (1, 1300), (33, 600), (200, 200)], torch.bfloat16, as_torch=True, **options)
     assert (out - expected).abs().max() < 0.03
     assert (out - expected).abs().mean() < 0.002
+
+
+def test_torch_is_matched_where_its_orders_are_known(isa):
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if isa == "portable" or instruction_set() == "portable" or not (2, 11) <= version <= (2, 13):
+        pytest.skip("the orders are those of torch 2.11 to 2.13 with AVX-512")
+    matches_torch.cache_clear()
+    assert matches_torch()
 
 
 @pytest.mark.parametrize(("length", "new", "rounds"), [(800, 800, 2), (300, 200, 2), (200, 1, 20), (1000, 1, 40)])

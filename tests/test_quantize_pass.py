@@ -146,9 +146,11 @@ def test_overrides_apply_in_order_setting_by_setting() -> None:
 def test_an_override_changes_what_it_gives_and_nothing_else() -> None:
     _, info = make()
     overrides = {"*.mlp.*": {"skip": True}, "*.layers.0.*": {"bits": 8}, "*.up_proj": {"skip": False}}
-    planned = {m.name: m.action for m in Quantize(group_size=32, overrides=overrides).plan(info).modules}
-    assert {name for name in planned if ".mlp." in name} == {f"model.layers.{i}.mlp.up_proj" for i in range(3)}
-    assert planned["model.layers.0.mlp.up_proj"] == "rtn to W8 g32 sym"
+    first = Quantize(group_size=32, overrides=overrides)
+    for item in (first, Quantize(**first.config.model_dump())):
+        planned = {m.name: m.action for m in item.plan(info).modules}
+        assert {name for name in planned if ".mlp." in name} == {f"model.layers.{i}.mlp.up_proj" for i in range(3)}
+        assert planned["model.layers.0.mlp.up_proj"] == "rtn to W8 g32 sym"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,8 @@ def test_subclasses_of_linear_count_where_they_are_called_as_one(kind: str) -> N
     assert len(info.linear_shapes) == 3 * 4 + 1 and not any("router" in name for name in info.linear_shapes)
     report = Quantize(method="gptq", group_size=32).run(model, context(info))
     assert len(report.layers) == 3 * 4 and torch.isfinite(logits(model)).all()
+    notes = Quantize(group_size=32).plan(info).notes
+    assert any("not called as linear layers (model.layers.0" in note for note in notes) == (kind == "phimoe")
 
 
 def test_odd_widths_come_with_a_note() -> None:

@@ -46,7 +46,7 @@ class Override(Options):
     group_size: int | None = Field(None, description="As the main option, for these modules.")
     symmetric: bool | None = Field(None, description="As the main option, for these modules.")
     activations: Activations | None = Field(None, description="As the main option, for these modules.")
-    skip: bool = Field(False, description="Leave these modules as they are.")
+    skip: bool | None = Field(None, description="Leave these modules as they are, or, `false`, do not after all.")
 
     _named = field_validator("group_size", mode="before")(named_group_size)
     _group_size = field_validator("group_size")(check_group_size)

@@ -71,15 +71,15 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
         for name in matched[pattern]:
             overrides.setdefault(name, []).append(override)
 
+    gates = _gates(shapes, matched)
     indivisible: list[str] = []
     for name, (rows, columns) in shapes.items():
         settings = _settings(config, overrides.get(name, []))
         if name in ignored or settings["skip"]:
             out.skipped.append(name)
             continue
-        if rows == 1 and name not in overrides:
+        if name in gates:
             out.skipped.append(name)
-            out.notes.append(f"{name}: has one output, a gate that engines run unquantized, and stays as it is")
             continue
         untied = False
         if name == head:
@@ -128,8 +128,19 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
     out.refusals += expert_refusals(info, experts, schemes_of, asked=config.experts == "quantize")
     if not out.modules and not out.refusals:
         out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")
+    if gates:
+        out.notes.append(
+            f"{len(gates)} layers with one output ({gates[0]} …), gates that engines run unquantized, stay as they are"
+        )
     _add_notes(out, info)
     return out
+
+
+def _gates(shapes: Mapping[str, tuple[int, int]], matched: Mapping[str, list[str]]) -> list[str]:
+    """Layers of one output, but for those that an override asks for by a pattern that matches nothing else."""
+    gates = {name for name, (rows, _) in shapes.items() if rows == 1}
+    asked = {name for names in matched.values() if gates.issuperset(names) for name in names}
+    return [name for name in shapes if name in gates - asked]
 
 
 def _source_can_be_quantized(info: ModelInfo, out: Targets) -> bool:
@@ -157,7 +168,7 @@ def _settings(config: Config, overrides: list[Override]) -> dict[str, Any]:
         if override.method in {*OWN_INPUTS, "smoothquant"} or override.activations == "int8":
             settings.update(dict.fromkeys(("bits", "group_size", "symmetric")), activations="none")
         settings.update({key: value for key in keys if (value := getattr(override, key)) is not None})
-        if "skip" in override.model_fields_set:
+        if override.skip is not None:
             settings["skip"] = override.skip
     return settings
 
@@ -177,7 +188,7 @@ def _moves_groups(config: Config, method: str, scheme: QuantScheme, columns: int
 
 
 def _idle_overrides(config: Config, matched: Mapping[str, list[str]], kept: set[str]) -> list[str]:
-    """A refusal for each override that would change nothing, because all of its modules are left as they are."""
+    """A refusal for each override without `skip` all of whose modules are left as they are."""
     return [
         f"the override {pattern!r} changes nothing: all modules that it matches ({names[0]}"
         f"{' …' if len(names) > 1 else ''}) are left as they are, by `ignore`, `skip` or `lm_head: keep`"
@@ -222,6 +233,11 @@ def _add_notes(out: Targets, info: ModelInfo) -> None:
         out.notes.append(
             "asymmetric weights load in transformers from 5.23 on (before, only with compressed-tensors up to 0.17); "
             "symmetric ones load in all"
+        )
+    if info.not_called_as_linear:
+        out.notes.append(
+            f"{len(info.not_called_as_linear)} modules derive from nn.Linear and are not called as linear layers "
+            f"({info.not_called_as_linear[0]} …): they stay as they are"
         )
     experts = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3]
     if experts and not any(".experts." in t.name for t in out.modules):

@@ -2,14 +2,16 @@
 //
 // bfloat16 rounds so coarsely that near-ties between tokens are common, and a sum in another order decides them otherwise.
 // The orders below were found by experiment, with inputs that reveal a summation tree (Xie et al. 2024, "FPRev"), on torch 2.11
-// to 2.13; `torch_attention` in attention.py tests them on the machine at hand before they are used.
+// to 2.13; `matches_torch` in attention.py tests them on the machine at hand before they are used.
 //   Keys are taken in spans of 512; a span's scores are scaled, its maximum joins the running one.
 //   Queries are taken in tiles of 32, 64 or 256 tokens. Scores of a tile: one float sum over the head dimension in order. Of one
 //   token alone: four sums, over d mod 4, added as (0 + 2) + (1 + 3). Of a few tokens with a few keys: the same for keys in
 //   whole fours, and eight such sums for the keys beyond.
-//   exp: whole vectors of 16 keys by a short polynomial, the keys beyond by the exact function and added one by one.
+//   exp: whole vectors of 16 keys by a short polynomial, added by two sums in turn, which are then added; the keys beyond by the
+//   exact function and added one by one.
 //   Values: numerators rounded to bfloat16. Several tokens: one float sum in the order of keys, cut where a span has more than
-//   192. One token alone: by four keys, (0 + 2) + (1 + 3), the last keys short of four from the end.
+//   192. One token alone: by four keys, (0 + 2) + (1 + 3), the last keys short of four from the end, all added to what the span
+//   before has left.
 #pragma once
 #include "attention_rows.h"
 

@@ -113,7 +113,8 @@ void llmopt_linear_set_order(Linear* l, const int32_t* order) {
   l->order_key = key ? key : 1;
 }
 
-// Columns of a chunk (see linear.h) of rows that stand with others and of rows alone, 0: one sum. One must divide the other.
+// Columns of a chunk (see linear.h) of rows that stand with others and of rows alone, multiples of 32, 0: one sum. One must
+// divide the other.
 void llmopt_linear_set_chunks(Linear* l, int together, int alone) {
   l->chunk[0] = together;
   l->chunk[1] = alone;

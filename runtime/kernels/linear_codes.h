@@ -101,7 +101,8 @@ struct WideCodes {
   }
 };
 
-// Whether (2^15 + zero) s is exact for every scale of the format: 16 bits by 8, or 9 by 11 with the constant zero point.
+// Whether (2^15 + zero) s is exact for every scale of the format (below 2^112): 16 bits by 8, or 9 by 11 with the constant zero
+// point.
 inline bool fuses(int scale_format, bool symmetric) { return scale_format == S_BF16 || (scale_format == S_F16 && symmetric); }
 
 // Adds the products of `count` units. unit(r, j, half) makes unit j of the codes r of 16 lanes; w, a and out move on.
