@@ -74,8 +74,8 @@ TENSORS_READERS = (
 LIBRARY_READERS = TENSORS_READERS[:4]
 """Of bitsandbytes' and torchao's layers, which transformers reads with those libraries, in this environment."""
 INPUTS_READERS = (("llmopt-static", "bfloat16"), ("llmopt-static", "float32"), *TENSORS_READERS)
-"""Of layers that quantize their inputs. Our torch layers are the reference, whose arithmetic is that of transformers where
-it can be; how far the native engine is from them says what roundings before such a layer do.
+"""Of layers that quantize their inputs. Our torch layers are the reference, whose arithmetic is that of transformers
+where it can be; how far the native engine is from them says what roundings before such a layer do.
 """
 READERS = {
     # name → the worker's kind, and the venv it runs in ("" for this one)
