@@ -26,6 +26,12 @@ FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"})
 """Layers that engines run as one, and that share nvfp4's divisor for that."""
 
 
+def fused_key(name: str) -> tuple[str, object]:
+    """The same for layers that engines run as one, another for every other layer."""
+    parent, _, leaf = name.rpartition(".")
+    return parent, next((number for number, names in enumerate(FUSED) if leaf in names), leaf)
+
+
 def fused_with(model: nn.Module, name: str) -> list[nn.Module]:
     """The named layer, and those beside it in its parent that engines fuse with it."""
     parent, _, leaf = name.rpartition(".")

@@ -16,7 +16,7 @@ from torch import nn
 from ...optimizer.errors import RunError
 from ...runtime.kernels.calibration import backend
 from ...runtime.memory import available_memory, resident_memory
-from .data_free import FUSED
+from .data_free import fused_key
 from .gptq import inverse_factor
 
 if TYPE_CHECKING:
@@ -153,9 +153,7 @@ def named_groups(targets: Sequence[Target]) -> list[list[Target]]:
     """One block's layers by equal inputs, as far as names tell: those of one parent that engines fuse."""
     groups: dict[object, list[Target]] = {}
     for target in targets:
-        parent, _, leaf = target.name.rpartition(".")
-        fused = next((number for number, names in enumerate(FUSED) if leaf in names), leaf)
-        groups.setdefault((parent, fused), []).append(target)
+        groups.setdefault(fused_key(target.name), []).append(target)
     return list(groups.values())
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ....optimizer.errors import UsageError
 from ....runtime.kernels.packed import QuantScheme
-from ..data_free import FUSED
+from ..data_free import fused_key
 from ..moe import quantizable_experts
 from ..schemes import describe
 from ..targets import Target, Targets
@@ -83,9 +83,7 @@ def limits_of(config: Config) -> AutoOptions:
 def _key(name: str, options: AutoOptions, experts: set[str]) -> object:
     if name in experts:
         return EXPERTS
-    parent, _, leaf = name.rpartition(".")
-    fused = next((number for number, names in enumerate(FUSED) if leaf in names), None)
-    return name if fused is None or options.fused == "free" else (parent, fused)
+    return name if options.fused == "free" else fused_key(name)
 
 
 def _unit(targets: list[Target], config: Config, dtype_bytes: int, keepable: bool) -> Unit:
