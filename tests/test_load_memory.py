@@ -11,6 +11,7 @@ import torch
 from llmopt.optimizer.errors import RunError
 from llmopt.runtime.garbage import collection_paused
 from llmopt.runtime.mapped_tensor import MappedTensor, drop_file_pages
+from llmopt.runtime.memory import parse_size
 from llmopt.runtime.tensor_files import locate
 from safetensors.torch import save_file
 
@@ -96,3 +97,8 @@ def test_the_collector_is_as_it_was() -> None:
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("512 mib", 2**29), ("7", 7)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size

@@ -28,7 +28,6 @@ from llmopt.passes.quantize import Quantize
 from llmopt.passes.quantize import preflight as preflight_module
 from llmopt.runtime.decoder_blocks import capture, find_blocks
 from llmopt.runtime.lazy import LazyWeights, leading_blocks
-from llmopt.runtime.memory import parse_size
 from llmopt.runtime.open import open_model
 from llmopt.runtime.tensor_files import Spec, locate, read_stored, write_tensors
 
@@ -397,8 +396,3 @@ def test_an_artifact_that_is_too_large_is_proved_in_parts(folder: Path, tmp_path
         ids = model.tokenizer(sample["prompt"], return_tensors="pt")["input_ids"]
         expected = module.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=False)
         assert sample["token_ids"] == expected[0, ids.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("512 mib", 2**29), ("7", 7)])
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
