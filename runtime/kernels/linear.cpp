@@ -149,9 +149,12 @@ void panel_product(const Linear& l, TileView& view, int tile, const Activations&
   } else if (view.format == W_BF16) {
     if (grouped) for_rows<Grouped<BF16Op>::template Body>(r, p);
     else for_rows<Plain<BF16Op>::template Body>(r, p);
+#if !LLMOPT_AVX512
+  } else if (grouped) {
+    for_rows<Grouped<F32Op>::template Body>(r, p);
+#endif
   } else {
-    if (grouped) for_rows<Grouped<F32Op>::template Body>(r, p);
-    else for_rows<Plain<F32Op>::template Body>(r, p);
+    for_rows<Plain<F32Op>::template Body>(r, p);
   }
   if (l.has_bias)
     for (int m = 0; m < r; ++m)
