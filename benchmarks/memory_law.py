@@ -27,13 +27,17 @@ BLOCKS = "re:model\\.layers\\.(?:[2-9]|\\d\\d+)\\..*"
 
 @dataclass(frozen=True)
 class Shape:
-    """A llama: hidden and MLP width, blocks, query heads and key/value heads."""
+    """A llama: hidden and MLP width, blocks, query heads and key/value heads.
+
+    With experts it is a qwen3_moe: each has the MLP width, and 8 see a token.
+    """
 
     hidden: int
     intermediate: int
     layers: int
     heads: int
     kv_heads: int
+    experts: int = 0
 
 
 SHAPES = {
@@ -41,10 +45,13 @@ SHAPES = {
     "1B": Shape(2048, 5632, 20, 32, 4),
     "2B": Shape(2560, 6912, 26, 20, 4),
     "4B": Shape(3072, 8192, 38, 24, 8),
+    "moe-1B": Shape(1024, 768, 10, 16, 4, 32),
+    "moe-2B": Shape(1536, 768, 16, 24, 4, 32),
+    "moe-4B": Shape(2048, 768, 24, 32, 4, 32),
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "rtn": {"method": "rtn", "bits": 4, "group_size": 64, "scale_search": 0},
-    "gptq": {"method": "gptq", "bits": 4, "group_size": 64, "scale_search": 0, "ignore": [BLOCKS]},
+    "gptq": {"method": "gptq", "bits": 4, "group_size": 64, "scale_search": 0, "ignore": [BLOCKS], "few_tokens": "rtn"},
 }
 
 
@@ -55,11 +62,17 @@ def write_model(folder: Path, shape: Shape, shard: int, vocabulary: int = 32000)
     """
     import torch
     from llmopt.exporters.shards import plan_shards
+    from llmopt.runtime.experts import split_experts
     from llmopt.runtime.packed_load import build_empty
     from llmopt.runtime.tensor_files import Spec, write_tensors
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
-    config = LlamaConfig(
+    more: dict[str, Any] = {}
+    if shape.experts:
+        more = {"num_experts": shape.experts, "num_experts_per_tok": 8, "moe_intermediate_size": shape.intermediate,
+                "head_dim": shape.hidden // shape.heads}  # fmt: skip
+    config: Any = (Qwen3MoeConfig if more else LlamaConfig)(
+        **more,
         vocab_size=vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -70,7 +83,9 @@ def write_model(folder: Path, shape: Shape, shard: int, vocabulary: int = 32000)
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
-    state = build_empty(config, torch.bfloat16).state_dict()
+    empty = build_empty(config, torch.bfloat16)
+    split_experts(empty)  # as checkpoints have them
+    state = empty.state_dict()
     generator = torch.Generator().manual_seed(0)
     pool = torch.empty(2**24, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
 
@@ -90,7 +105,7 @@ def write_model(folder: Path, shape: Shape, shard: int, vocabulary: int = 32000)
         write_tensors(folder / file, {name: specs[name] for name in names}, tensor)
         weight_map.update(dict.fromkeys(names, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config.architectures = ["LlamaForCausalLM"]
+    config.architectures = [type(empty).__name__]
     config.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return sum(spec.nbytes for spec in specs.values())

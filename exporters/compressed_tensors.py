@@ -37,23 +37,25 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     import compressed_tensors
     from torch import nn
 
-    from ..runtime.experts import find_stacked, unreadable_experts
+    from ..runtime.expert_readers import merges_experts, unreadable_experts
+    from ..runtime.experts import plain_experts
     from ..runtime.kernels.formats import QUANTIZED
 
     schemes: dict[QuantScheme, list[str]] = {}
     ignore: list[str] = []
+    kept = plain_experts(model)
     for name, module in model.named_modules():
         if isinstance(module, QUANTIZED):
             schemes.setdefault(module.scheme, []).append(name)
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and not any(name.startswith(f"{experts}.") for experts in kept):
             ignore.append(name)
     if not schemes:
         return None
-    ignore += [f"re:{re.escape(name)}(\\.|$)" for name in find_stacked(model)]
+    ignore += [f"re:{re.escape(name)}(\\.|$)" for name in kept]
     dtype = getattr(model, "dtype", None)
     check_loadable(schemes, dtype)
     experts = {scheme for scheme, names in schemes.items() if any(EXPERT.search(name) for name in names)}
-    reason = unreadable_experts(experts)
+    reason = unreadable_experts(experts) if experts and merges_experts(model) else ""
     if reason:
         raise UsageError(reason)
     groups = {

@@ -46,7 +46,7 @@ def plan_refusals(
     those whose schemes are chosen later, so that every candidate has to fit.
     """
     from ..optimizer.runtime_spec import RuntimeSpec
-    from ..runtime.experts import expert_shapes, find_stacked
+    from ..runtime.experts import single_shapes
     from ..runtime.open import resolve_dtype
 
     if not schemes and not open_modules:
@@ -57,9 +57,7 @@ def plan_refusals(
             "a GPTQ checkpoint has float16 scales, which do not hold those of a float32 model: set the recipe's "
             "`dtype: bfloat16` or `dtype: float16`"
         )
-    shapes = dict(info.linear_shapes)
-    for name, module in find_stacked(info.skeleton).items():
-        shapes |= expert_shapes(name, module)
+    shapes = info.linear_shapes | single_shapes(info.skeleton, info.tensors)
     return out + (_open_refusals(schemes, shapes, open_modules) or refusals(schemes, shapes))
 
 
@@ -241,7 +239,7 @@ def write_gptq(model: LoadedModel, folder: Path, limit: int) -> None:
     """
     from ..runtime.tensor_files import Spec
     from .compressed_tensors import packed_modules
-    from .shards import stored_tensors, write_specs
+    from .shards import file_names, stored_tensors, write_specs
 
     module = cast("PreTrainedModel", model.module)
     layers = {name: cast("PackedLinear", layer) for name, layer in packed_modules(module)}
@@ -259,7 +257,7 @@ def write_gptq(model: LoadedModel, folder: Path, limit: int) -> None:
     def give(name: str) -> torch.Tensor:
         return makers[name]() if name in makers else read(name)
 
-    write_specs(specs, give, folder, limit, module.num_parameters())
+    write_specs(specs, give, folder, limit, module.num_parameters(), file_names(model))
 
 
 def gptq_tensors(

@@ -49,12 +49,12 @@ def skipped_names(model: nn.Module) -> list[str]:
     """
     from torch import nn
 
-    from ..runtime.experts import find_stacked
+    from ..runtime.experts import plain_experts
     from .compressed_tensors import packed_modules
 
-    quantized = [name for name, _ in packed_modules(model)]
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    names += list(find_stacked(model))
+    quantized, kept = [name for name, _ in packed_modules(model)], plain_experts(model)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name in linear if not any(name.startswith(f"{experts}.") for experts in kept)] + kept
     return [f"{re.escape(name)}$" if _covers(name, quantized) else name for name in names]
 
 

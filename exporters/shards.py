@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..runtime.tensor_files import Spec, write_tensors
-from ..runtime.weight_files import INDEX, SINGLE
+from ..runtime.checkpoint_names import CheckpointNames
+from ..runtime.tensor_files import Spec, locate, write_tensors
+from ..runtime.weight_files import INDEX, SINGLE, weight_files
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from ..optimizer.model import LoadedModel
     from ..runtime.lazy import LazyWeights
 
 
@@ -41,7 +43,14 @@ def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def write_shards(module: PreTrainedModel, weights: LazyWeights, folder: Path, limit: int) -> None:
     """Write all weights of a lazy model, and the index where they take more than one file of `limit` bytes."""
     specs = {name: Spec.of(tensor) for name, tensor in stored_tensors(module, weights).items()}
-    write_specs(specs, weights.read, folder, limit, module.num_parameters())
+    write_specs(specs, weights.read, folder, limit, module.num_parameters(), weights.names)
+
+
+def file_names(model: LoadedModel) -> CheckpointNames:
+    """How the weight files of a model's source call its tensors."""
+    if model.weights is not None:
+        return model.weights.names
+    return CheckpointNames(model.module, locate(weight_files(model.source.folder)))
 
 
 def stored_tensors(module: PreTrainedModel, weights: LazyWeights | None) -> dict[str, torch.Tensor]:
@@ -60,13 +69,20 @@ def _tied(module: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
 
 
 def write_specs(
-    specs: Mapping[str, Spec], read: Callable[[str], torch.Tensor], folder: Path, limit: int, parameters: int
+    specs: Mapping[str, Spec],
+    read: Callable[[str], torch.Tensor],
+    folder: Path,
+    limit: int,
+    parameters: int,
+    names: CheckpointNames,
 ) -> None:
     """Write the tensors of these specs as `read` gives them, in natural order, one in memory at a time.
 
-    limit: bytes of a file; where there are several, an index names them. parameters: how many the model has.
+    limit: bytes of a file; where there are several, an index names them. parameters: how many the model has. names: how
+    the files call the tensors.
     """
-    specs = {name: specs[name] for name in sorted(specs, key=_natural)}
+    own = {names.in_files(name): name for name in specs}
+    specs = {name: specs[own[name]] for name in sorted(own, key=_natural)}
     shards = plan_shards({name: spec.nbytes for name, spec in specs.items()}, limit)
     files = (
         [SINGLE]
@@ -74,7 +90,7 @@ def write_specs(
         else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     )
     for file, shard in zip(files, shards):
-        write_tensors(folder / file, {name: specs[name] for name in shard}, read)
+        write_tensors(folder / file, {name: specs[name] for name in shard}, lambda name: read(own[name]))
     if len(shards) > 1:
         index = {
             "metadata": {

@@ -66,10 +66,13 @@ class LoadedModel:
             yield
 
     def materialize(self) -> None:
-        """Read all weights of a lazy model; it is lazy no more."""
+        """Read all weights of a lazy model, which is lazy no more; experts are stacked as transformers has them."""
+        from ..runtime.experts import stack_experts
+
         if self.weights is not None:
             self.weights.load("")
             self.weights = None
+            stack_experts(self.module)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -86,17 +89,24 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a weight file, from the file's header. `dtype` is the safetensors name, such as `BF16`."""
+    """One tensor of a weight file, from the file's header.
+
+    dtype: the safetensors name, such as `BF16`; name: what the file calls it, where that is known.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     file: str
+    name: str = ""
 
 
 @dataclass
 class ModelInfo:
-    """A model's description without its weights: config, headers, and the module tree on the meta device."""
+    """A model's description without its weights: config, headers, and the module tree on the meta device.
+
+    tensors: by the names that the model's state dict has for them, see `CheckpointNames`.
+    """
 
     source: SourceIdentity
     config: PreTrainedConfig

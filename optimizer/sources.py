@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..runtime.checkpoint_names import CheckpointNames
 from ..runtime.open import open_config
 from ..runtime.tokenizer_files import require_tokenizer
 from ..runtime.weight_files import INDEX, read_header, read_json, weight_files
@@ -80,9 +81,11 @@ def describe(source: SourceIdentity, trust_remote_code: bool = False) -> ModelIn
     except Exception as error:
         what = f"transformers builds no causal language model from it ({type(error).__name__}: {error})"
         raise UsageError(what, str(source.folder / "config.json")) from None
+    names = CheckpointNames(info.skeleton, info.tensors)
+    info.tensors = {names.in_module(name): tensor for name, tensor in info.tensors.items()}
     for name, tensor in info.tensors.items():
         if expected.get(name, tensor.shape) != tensor.shape:
-            what = f"{name} has shape {tensor.shape}, config.json makes it {expected[name]}"
+            what = f"{tensor.name} has shape {tensor.shape}, config.json makes it {expected[name]}"
             raise RunError(what, str(source.folder / tensor.file), "The two do not belong together")
     return info
 
@@ -96,7 +99,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     for file in weight_files(folder):
         for name, entry in read_header(file).items():
             begin, end = entry["data_offsets"]
-            tensors[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], end - begin, file.name)
+            tensors[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], end - begin, file.name, name)
     index = folder / INDEX
     missing = sorted(set(read_json(index)["weight_map"]) - set(tensors)) if index.is_file() else []
     if missing:

@@ -178,4 +178,5 @@ def _stored_final_norm(info: ModelInfo, stream: Stream) -> bool:
     form, name = stream.final.form, f"{stream.final.norm}.weight"
     if form.has_bias or not form.has_weight or name not in info.tensors:
         return not form.has_bias and not form.has_weight
-    return is_uniform_vector(read_stored(locate([info.source.folder / info.tensors[name].file])[name]))
+    tensor = info.tensors[name]
+    return is_uniform_vector(read_stored(locate([info.source.folder / tensor.file])[tensor.name or name]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import RunError, UsageError
+from .checkpoint_names import CheckpointNames
 from .kernels.gptq_linear import BITS, GPTQLinear, GPTQScheme
 from .weight_files import read_header, read_json, weight_files
 
@@ -56,7 +57,8 @@ def install_gptq_linears(
 
     check_entry(config)
     format_ = checkpoint_format(config)
-    names = {name for file in weight_files(folder) for name in read_header(file)}
+    stored = CheckpointNames(model, [name for file in weight_files(folder) for name in read_header(file)])
+    names = {stored.in_module(name) for name in stored.stored}
     quantized = sorted(name.removesuffix(".qweight") for name in names if name.endswith(".qweight"))
     if not quantized:
         raise RunError(

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..optimizer.errors import RunError
+from .checkpoint_names import CheckpointNames
 from .memory import give_back
-from .packed_load import build_empty, ignorable, is_wide
+from .packed_load import build_empty, ignorable, is_wide, own_dtypes
 from .tensor_files import Stored, all_finite, locate, read_stored
 from .weight_files import weight_files
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..optimizer.model import LoadedModel
+    from .experts import Leaves
 
 
 class LazyWeights:
@@ -30,6 +32,7 @@ class LazyWeights:
 
     aliases: tied names, and the name under which their tensor is stored. Floating-point tensors are converted to
     `dtype` as they are read, those of the source only; each of the source's is checked once for NaN and infinity.
+    names: how the source's files call them; dtypes: of those that the model keeps in another than `dtype`.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class LazyWeights:
     ) -> None:
         self.module, self.stored, self.aliases, self.dtype, self.source = module, stored, aliases, dtype, source
         self.converts = True
+        self.names = CheckpointNames(module, ())
+        self.dtypes: dict[str, torch.dtype] = {}
         self._overlaid: set[str] = set()
         self._finite: set[str] = set()
 
@@ -68,6 +73,8 @@ class LazyWeights:
                 count = int((~torch.isfinite(tensor)).sum())
                 raise RunError(f"{key} has {count} values that are NaN or infinite", self.source, "Restore the weights")
             self._finite.add(key)
+        if key in self.dtypes:
+            return tensor.to(self.dtypes[key])
         return tensor.to(self.dtype) if self.converts and is_wide(name, tensor) else tensor
 
     def load(self, *names: str) -> None:
@@ -121,6 +128,21 @@ class LazyWeights:
         names = {self.aliases.get(name, name) for name in self.module.state_dict()}
         self.stored = {name: place for name, place in self.stored.items() if name in names}
 
+    def split_experts(self, chosen: Mapping[str, Leaves]) -> None:
+        """Make single layers of stacked experts, whose weights are then read as parts of the stacked ones."""
+        from .experts import layout_of, split_experts
+
+        for name, leaves in chosen.items():
+            layout = layout_of(self.module.get_submodule(name))
+            if layout is None:
+                raise RunError("holds no stacked experts of a known layout", name)
+            split_experts(self.module, {name: leaves})
+            held = {own: self.stored.pop(f"{name}.{own}") for own in layout.parameters}
+            for number in range(layout.num_experts):
+                for leaf, kind, owner, rows in layout.parts(leaves):
+                    place = held[owner].at(number).part(rows, layout.transposed and kind == "weight")
+                    self.stored[f"{name}.{number}.{leaf}.{kind}"] = place
+
     def _shared(self, name: str) -> torch.Tensor | None:
         """The tensor of a name tied to this one, where that is filled already."""
         key = self.aliases.get(name, name)
@@ -147,15 +169,19 @@ def open_lazy(
 ) -> tuple[PreTrainedModel, LazyWeights] | str:
     """The folder's model without its weights, in eval mode; or a sentence that says why it must be loaded whole.
 
-    That is so where the tensors of the files are not those of the modules (transformers merges or renames some as it
-    loads), or where some are kept in another dtype.
+    Experts that the files hold singly are single layers in the model too. It must be loaded whole where the tensors of
+    the files are not those of the modules (transformers merges others as it loads).
     """
+    from .experts import find_stacked, split_experts, stored_singly
+
     module = build_empty(config, dtype, trust_remote_code)
+    places = locate(weight_files(folder))
+    own_names = CheckpointNames(module, places)
+    places = {own_names.in_module(name): place for name, place in places.items()}
+    split_experts(module, stored_singly(places, find_stacked(module)))
     if packed and not _pack(module, config, dtype, folder):
         return "its quantized layers have a format that is decompressed while it loads"
-    stored = {name: place for name, place in locate(weight_files(folder)).items() if not ignorable(module, name)}
-    if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
-        return "some of its modules are kept in float32"
+    stored = {name: place for name, place in places.items() if not ignorable(module, name)}
     names = module.state_dict()
     aliases = _ties(module, stored)
     unknown = sorted(set(stored) - set(names))
@@ -164,6 +190,7 @@ def open_lazy(
         what = f"has {unknown[0]}" if unknown else f"lacks {absent[0]}"
         return f"the weight files do not hold the model's tensors as they are (their list {what})"
     weights = LazyWeights(module, stored, aliases, dtype, source)
+    weights.names, weights.dtypes = own_names, own_dtypes(module, dtype)
     weights.converts = not packed or dtype != getattr(config, "dtype", dtype)
     for name, tensor in list(names.items()):
         if tuple(tensor.shape) != weights.place(name).shape:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer.errors import RunError
+from .checkpoint_names import CheckpointNames
 from .weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def install_library_layers(
     from .kernels.formats import empty_like
     from .tensor_files import locate
 
-    stored = locate(weight_files(folder))
+    places = locate(weight_files(folder))
+    names = CheckpointNames(model, places)
+    stored = {names.in_module(name): place for name, place in places.items()}
     schemes = _schemes(stored, config, getattr(model, "config", None))
     if not schemes:
         raise RunError("config.json says that the model is quantized, and no weight is", str(folder), NOT_DAMAGED)

@@ -7,12 +7,14 @@ the safetensors are assigned into it: every tensor is in memory once, in the dty
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..optimizer.errors import RunError
-from .weight_files import weight_files
+from .checkpoint_names import CheckpointNames
+from .weight_files import read_header, weight_files
 
 OWN_DTYPE = ("weight_global_scale", ".scales", ".absmax", ".nested_absmax", "quant_map", ".SCB", "._weight_scale")
 """Ends of names of tensors whose dtype is that of their format, whatever the model's."""
@@ -41,6 +43,7 @@ def load_packed(
     """
     import torch
 
+    from .experts import find_stacked, split_experts, stored_singly
     from .gptq_format import check_gptq_linears
     from .library_formats import install_library_layers, runs_library_format
     from .packed_format import GPTQ, install_packed_linears
@@ -48,20 +51,25 @@ def load_packed(
     gptq = quantization_config.get("quant_method") == GPTQ
     convert = gptq or dtype != getattr(config, "dtype", dtype)
     model = build_empty(config, dtype, trust_remote_code)
-    split_stored_experts(model, folder)
+    names = stored_names(model, folder)
+    split_experts(model, stored_singly((names.in_module(name) for name in names.stored), find_stacked(model)))
     if runs_library_format(quantization_config):
         install_library_layers(model, folder, quantization_config, dtype)
     else:
         install_packed_linears(model, quantization_config, dtype, folder)
+    dtypes = own_dtypes(model, dtype)
     loaded: set[str] = set()
     unexpected: list[str] = []
     for file in weight_files(folder):
         for name, tensor in read_tensors(file, device):
-            if convert and is_wide(name, tensor):
+            own = names.in_module(name)
+            if own in dtypes:
+                tensor = tensor.to(dtypes[own])
+            elif convert and is_wide(name, tensor):
                 tensor = tensor.to(dtype)
-            if assign(model, name, tensor, file):
-                loaded.add(name)
-            elif not ignorable(model, name):
+            if assign(model, own, tensor, file):
+                loaded.add(own)
+            elif not ignorable(model, own):
                 unexpected.append(name)
     tie(model, loaded)
     missing = [name for name, tensor in _stored_tensors(model) if tensor.is_meta]
@@ -75,15 +83,27 @@ def load_packed(
     return model.eval()
 
 
-def split_stored_experts(model: nn.Module, folder: Path) -> None:
-    """Make single layers of stacked experts that the folder's weight files store so."""
-    from .experts import find_stacked, split_experts, stored_singly
-    from .weight_files import read_header
+def stored_names(model: nn.Module, folder: Path) -> CheckpointNames:
+    """How the folder's weight files call the model's tensors."""
+    return CheckpointNames(model, [name for file in weight_files(folder) for name in read_header(file)])
 
-    stacked = find_stacked(model)
-    if stacked:
-        names = {name for file in weight_files(folder) for name in read_header(file)}
-        split_experts(model, stored_singly(names, stacked))
+
+def own_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Names of the tensors that transformers keeps in another dtype when it loads the model in `dtype`, and that dtype:
+    what the architecture wants in float32 (a router), or makes so itself."""
+    import torch
+
+    patterns = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns))) if patterns else None
+    found = {}
+    for name, tensor in model.named_parameters():
+        if kept is not None and kept.search(name):
+            found[name] = torch.float32
+        elif is_wide(name, tensor) and tensor.dtype != dtype:
+            found[name] = tensor.dtype
+    return found
 
 
 def is_wide(name: str, tensor: torch.Tensor) -> bool:

@@ -46,13 +46,36 @@ NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: `offset` bytes into `file`. `dtype` is the safetensors name, such as `BF16`."""
+    """Where a tensor lies: `offset` bytes into `file`. `dtype` is the safetensors name, such as `BF16`.
+
+    within: where it is a part of what lies there, the shape of that; transposed: which is first transposed; rows: and
+    then these rows of it are taken, (start, stop, step).
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    within: tuple[int, ...] | None = None
+    transposed: bool = False
+    rows: tuple[int | None, int | None, int | None] = (None, None, None)
+
+    def at(self, number: int) -> Stored:
+        """Element `number` along the first axis."""
+        size = self.nbytes // self.shape[0]
+        return Stored(self.file, self.dtype, self.shape[1:], self.offset + number * size, size)
+
+    def part(self, rows: slice, transposed: bool = False) -> Stored:
+        """Rows of it, or of its transpose. What is read is no more than needed where they lie together."""
+        shape = self.shape[::-1] if transposed else self.shape
+        start, stop, step = rows.indices(shape[0])
+        count = len(range(start, stop, step))
+        if not transposed and step == 1:
+            size = self.nbytes // shape[0]
+            return Stored(self.file, self.dtype, (count, *shape[1:]), self.offset + start * size, count * size)
+        own = (rows.start, rows.stop, rows.step)
+        return Stored(self.file, self.dtype, (count, *shape[1:]), self.offset, self.nbytes, self.shape, transposed, own)
 
 
 @dataclass(frozen=True)
@@ -99,7 +122,7 @@ def read_stored(stored: Stored) -> torch.Tensor:
 
     if stored.dtype not in DTYPES:
         raise RunError(f"tensors of dtype {stored.dtype} cannot be read", str(stored.file))
-    tensor = torch.empty(stored.shape, dtype=getattr(torch, DTYPES[stored.dtype]))
+    tensor = torch.empty(stored.within or stored.shape, dtype=getattr(torch, DTYPES[stored.dtype]))
     if tensor.nbytes != stored.nbytes:
         raise RunError("the header's shape and offsets do not agree", str(stored.file), "Fetch it again.")
     if not stored.nbytes:
@@ -116,7 +139,9 @@ def read_stored(stored: Stored) -> torch.Tensor:
                 done += count
     except OSError as error:
         raise RunError(f"the file cannot be read ({error.strerror})", str(stored.file)) from None
-    return tensor
+    if stored.within is None:
+        return tensor
+    return (tensor.t() if stored.transposed else tensor)[slice(*stored.rows)].contiguous()
 
 
 def write_tensors(

@@ -51,10 +51,6 @@ def test_split_experts_compute_what_stacked_ones_do(kind: str) -> None:
     assert not find_stacked(model)
 
 
-def test_other_layouts_are_left_alone() -> None:
-    assert not find_stacked(make("gpt_oss", num_local_experts=4))
-
-
 @pytest.fixture(scope="module")
 def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moe")
@@ -165,14 +161,3 @@ def test_the_gate_of_a_shared_expert_stays_as_it_is(tmp_path: Path, tiny_model: 
     assert not {module.name for module in broad.modules} & set(names)
     asked = Quantize(group_size=32, overrides={"*.shared_expert_gate": {"bits": 8}}).plan(info)
     assert {module.name for module in asked.modules} >= set(names)
-
-
-def test_experts_that_cannot_be_split_are_not_said_to_need_what_was_asked(tmp_path: Path, tiny_model: Path) -> None:
-    """mixtral's files call the layers w1, w2 and w3."""
-    make("mixtral", num_local_experts=4).save_pretrained(tmp_path)
-    for file in tiny_model.glob("*token*"):
-        shutil.copy(file, tmp_path)
-    info = describe(resolve(tmp_path))
-    (refusal,) = Quantize(group_size=32).plan(info).refusals
-    assert "cannot be split yet" in refusal and "method: fp8" in refusal and "experts: quantize" not in refusal
-    assert not Quantize(method="fp8").plan(info).refusals

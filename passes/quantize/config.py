@@ -102,12 +102,13 @@ class Config(Options):
     lm_head: Literal["keep", "quantize"] = Field(
         "keep", description="Whether the output head is quantized. It is left as it is unless asked for."
     )
-    experts: Literal["keep", "quantize"] = Field(
+    experts: Literal["keep", "quantize", "always"] = Field(
         "quantize",
         description="Whether the experts of mixture-of-experts blocks are quantized, as the single linear layers that "
-        "checkpoints have (`*.experts.0.gate_proj` …); experts stored as one tensor stay as they are. With "
-        "calibration, an expert that no token reaches is an error: give more text, or `overrides` with a method that "
-        "needs none.",
+        "most checkpoints have (`*.experts.0.gate_proj` …). `quantize` leaves those alone that plain transformers "
+        "opens only as one tensor (gpt_oss); `always` makes single layers of them too, and such an artifact opens in "
+        "llmopt and in engines that look for single experts, not in plain transformers. With calibration, an expert "
+        "that fewer than `min_tokens` tokens reach is an error unless `few_tokens` says otherwise.",
     )
     untie: bool = Field(
         False,

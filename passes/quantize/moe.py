@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...runtime.experts import expert_shapes, find_stacked, stored_singly, unreadable_experts
+from ...runtime.expert_readers import is_patched, merges_experts, unreadable_experts
+from ...runtime.experts import expert_shapes, find_stacked, stored_singly
 from .schemes import LIBRARY_FORMATS
 
 if TYPE_CHECKING:
@@ -12,11 +13,20 @@ if TYPE_CHECKING:
     from ...runtime.kernels.packed import QuantScheme
 
 
-def quantizable_experts(info: ModelInfo) -> dict[str, tuple[int, int]]:
-    """Name → (out_features, in_features) of the experts' linear layers, where the weight files have them singly."""
+def quantizable_experts(info: ModelInfo, everywhere: bool = False) -> dict[str, tuple[int, int]]:
+    """Name → (out_features, in_features) of the experts' linear layers, where transformers opens them as single ones.
+
+    everywhere: also where it does not.
+    """
     stacked = find_stacked(info.skeleton)
-    names = stored_singly(info.tensors, stacked)
-    return {key: shape for name in names for key, shape in expert_shapes(name, stacked[name]).items()}
+    singly = stored_singly(info.tensors, stacked)
+    merged = bool(stacked) and merges_experts(info.skeleton)
+    return {
+        key: shape
+        for name, module in stacked.items()
+        if everywhere or merged or is_patched(module)
+        for key, shape in expert_shapes(name, module, singly.get(name)).items()
+    }
 
 
 def expert_refusals(
@@ -29,12 +39,20 @@ def expert_refusals(
     """
     if not schemes:
         return []
-    stacked = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3 and "experts" in n]
-    singly = [name for name in stacked if name not in info.tensors]
+    stacked = find_stacked(info.skeleton)
+    merged = bool(stacked) and merges_experts(info.skeleton)
+    patched = [name for name, module in stacked.items() if is_patched(module)]
+    unknown = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3 and "experts" in n]
+    singly = [name for name in unknown if name not in info.tensors]
     chosen = [schemes[name] for name in shapes if name in schemes]
-    kept = bool(singly) and len(chosen) < max(1, len(shapes))
+    kept = len(chosen) < max(1, len(shapes))
     formats = {scheme.format for scheme in schemes.values()}
-    if kept and formats - {"float-quantized", *LIBRARY_FORMATS.values()}:
+    if kept and patched:
+        return [
+            f"transformers puts single layers in the place of {patched[0]} wherever a folder is quantized, and takes "
+            "all of them to be: quantize all experts (`experts: quantize`)"
+        ]
+    if kept and singly and formats - {"float-quantized", *LIBRARY_FORMATS.values()}:
         if asked and not shapes:
             return [
                 f"{singly[0]} is stored as single experts under names that cannot be split yet, and transformers would "
@@ -45,5 +63,29 @@ def expert_refusals(
             f"{singly[0]} is stored as single experts, which transformers takes to be quantized like the other layers: "
             "quantize all experts (`experts: quantize`), or use `method: fp8`"
         ]
-    reason = unreadable_experts(chosen)
+    reason = unreadable_experts(chosen) if merged else ""
     return [reason] if reason else []
+
+
+def expert_notes(info: ModelInfo, names: list[str]) -> list[str]:
+    """What to tell of experts: those that stay as they are, and those that transformers could not open; names: of the
+    layers that are going to be quantized."""
+    stacked = find_stacked(info.skeleton)
+    tensors = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3]
+    split = [name for name in stacked if any(own.startswith(f"{name}.") for own in names)]
+    if not split and tensors:
+        quantizable = bool(stacked) and not (merges_experts(info.skeleton) or any(map(is_patched, stacked.values())))
+        more = (
+            ": plain transformers opens them no other way. `experts: always` quantizes them, for llmopt and for "
+            "engines that look for single experts"
+        )
+        return [
+            f"{len(tensors)} stacked expert tensors ({tensors[0]} …) are no linear layers and stay as they are"
+            f"{more if quantizable else ''}"
+        ]
+    if split and not (merges_experts(info.skeleton) or is_patched(stacked[split[0]])):
+        return [
+            f"the experts of {len(split)} blocks ({split[0]} …) become single layers, which llmopt opens, and engines "
+            "that look for them there; plain transformers does not open the artifact (`experts: always`)"
+        ]
+    return []

@@ -81,7 +81,7 @@ class Quantize(Pass):
         for target in targets.smaller_groups:
             context.note("fallback", next(n for n in targets.notes if n.startswith(f"{target.name}:")))
         started = time.perf_counter()
-        _split_experts(model.module, [target.name for target in targets.modules])
+        _split_experts(model, [target.name for target in targets.modules])
         details: dict[str, Any] = {}
         facts: dict[str, dict[str, float]] = {}
         if self.config.auto is not None:
@@ -141,7 +141,7 @@ class Quantize(Pass):
         """Replace the modules that the report lists by empty packed ones, on whatever device the model is."""
         from ...runtime.kernels.formats import empty_like, make_scheme
 
-        _split_experts(model.module, [line["name"] for line in report.layers])
+        _split_experts(model, [line["name"] for line in report.layers])
         for line in report.layers:
             figures = (line["format"], line["bits"], line["group_size"], line["symmetric"])
             scheme = make_scheme(*figures, g_idx=line.get("g_idx", False))
@@ -151,12 +151,16 @@ class Quantize(Pass):
             _untie(model.module)
 
 
-def _split_experts(module: nn.Module, names: list[str]) -> None:
+def _split_experts(model: LoadedModel, names: list[str]) -> None:
     """Make single layers of the stacked experts that the named layers are part of."""
-    from ...runtime.experts import find_stacked, split_experts
+    from ...runtime.experts import find_stacked, leaves_among, split_experts
 
-    parents = {name.rsplit(".", 2)[0] for name in names}
-    split_experts(module, [name for name in find_stacked(module) if name in parents])
+    found = {name: leaves_among(names, name, module) for name, module in find_stacked(model.module).items()}
+    chosen = {name: leaves for name, leaves in found.items() if leaves is not None}
+    if model.weights is not None:
+        model.weights.split_experts(chosen)
+    else:
+        split_experts(model.module, chosen)
 
 
 def _note_damping(layers: list[dict[str, Any]], asked: float, context: Context) -> None:

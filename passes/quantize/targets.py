@@ -10,7 +10,7 @@ from ...optimizer.errors import UsageError
 from ...runtime.kernels.packed import QuantScheme
 from .config import CALIBRATED
 from .libraries import library_notes, library_refusals
-from .moe import expert_refusals, quantizable_experts
+from .moe import expert_notes, expert_refusals, quantizable_experts
 from .patterns import select
 from .schemes import OWN_INPUTS, make_scheme
 
@@ -59,7 +59,7 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
     """
     shapes, head = dict(info.linear_shapes), info.output_embedding_name
     out = Targets()
-    experts = quantizable_experts(info) if config.experts == "quantize" else {}
+    experts = quantizable_experts(info, config.experts == "always") if config.experts != "keep" else {}
     shapes |= experts
     if not _source_can_be_quantized(info, out):
         return out
@@ -125,7 +125,7 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
     out.refusals += library_refusals(out.modules, info)
     out.notes += library_notes(out.modules)
     schemes_of = {target.name: target.scheme for target in out.modules}
-    out.refusals += expert_refusals(info, experts, schemes_of, asked=config.experts == "quantize")
+    out.refusals += expert_refusals(info, experts, schemes_of, asked=config.experts != "keep")
     if not out.modules and not out.refusals:
         out.refusals.append("no module is left to quantize: every linear layer is ignored, skipped or the kept head")
     if gates:
@@ -239,11 +239,7 @@ def _add_notes(out: Targets, info: ModelInfo) -> None:
             f"{len(info.not_called_as_linear)} modules derive from nn.Linear and are not called as linear layers "
             f"({info.not_called_as_linear[0]} …): they stay as they are"
         )
-    experts = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3]
-    if experts and not any(".experts." in t.name for t in out.modules):
-        out.notes.append(
-            f"{len(experts)} stacked expert tensors ({experts[0]} …) are no linear layers and stay as they are"
-        )
+    out.notes += expert_notes(info, [target.name for target in out.modules])
     odd = sorted({t.scheme.bits for t in out.modules} - {2, 4, 8})
     if odd:
         out.notes.append(

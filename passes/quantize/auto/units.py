@@ -60,7 +60,7 @@ def find_units(targets: Targets, config: Config, info: ModelInfo) -> list[Unit]:
     Raises UsageError where no layer is left to choose for, or a layer's settings leave nothing to choose from.
     """
     options = limits_of(config)
-    experts = set(quantizable_experts(info))
+    experts = set(quantizable_experts(info, everywhere=True))
     members: dict[object, list[Target]] = {}
     for target in targets.modules:
         if target.method == METHOD:
