@@ -67,12 +67,9 @@ class LoadedModel:
 
     def materialize(self) -> None:
         """Read all weights of a lazy model, which is lazy no more; experts are stacked as transformers has them."""
-        from ..runtime.experts import stack_experts
-
         if self.weights is not None:
-            self.weights.load("")
+            self.weights.fill()
             self.weights = None
-            stack_experts(self.module)
 
     @property
     def config(self) -> PreTrainedConfig:

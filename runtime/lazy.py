@@ -87,6 +87,13 @@ class LazyWeights:
                     tensor = self._shared(full)
                     _put(owner, leaf, tensor if tensor is not None else self.read(full))
 
+    def fill(self) -> None:
+        """Fill the whole model, and stack experts that are single plain layers, as transformers has them."""
+        from .experts import stack_experts
+
+        self.load("")
+        stack_experts(self.module)
+
     def release(self, *names: str) -> None:
         """Empty the modules of these names: their stored tensors go back to the meta device."""
         self._release(names, set())
