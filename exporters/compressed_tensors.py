@@ -37,7 +37,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     import compressed_tensors
     from torch import nn
 
-    from ..runtime.expert_readers import merges_experts, unreadable_experts
+    from ..runtime.expert_readers import merged_leaves, unreadable_experts
     from ..runtime.experts import plain_experts
     from ..runtime.kernels.formats import QUANTIZED
 
@@ -55,7 +55,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     dtype = getattr(model, "dtype", None)
     check_loadable(schemes, dtype)
     experts = {scheme for scheme, names in schemes.items() if any(EXPERT.search(name) for name in names)}
-    reason = unreadable_experts(experts) if experts and merges_experts(model) else ""
+    reason = unreadable_experts(experts) if experts and merged_leaves(model) else ""
     if reason:
         raise UsageError(reason)
     groups = {

@@ -46,7 +46,7 @@ def plan_refusals(
     those whose schemes are chosen later, so that every candidate has to fit.
     """
     from ..optimizer.runtime_spec import RuntimeSpec
-    from ..runtime.experts import single_shapes
+    from ..runtime.expert_readers import single_shapes
     from ..runtime.open import resolve_dtype
 
     if not schemes and not open_modules:

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from .experts import LLAMA, MIXTRAL, UNGATED, Leaves, expert_shapes, find_stacked, stored_singly
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .kernels.packed import QuantScheme
 
+EXPERT = re.compile(r"experts\\?\.\*\\?\.(\w+)\\?\.weight")
+"""An expert's layer in a pattern of transformers' conversion rules."""
 
-def merges_experts(model: nn.Module) -> bool:
-    """Whether transformers stacks this architecture's single experts as it loads, quantized ones decompressed."""
+
+def merged_leaves(model: nn.Module) -> Leaves | None:
+    """How transformers wants single experts of this architecture called, which it stacks as it loads, quantized ones
+    decompressed; None where it stacks none, or under names that are not known."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import MergeModulelist, WeightConverter
 
     rules: Any = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    return any(
-        isinstance(operation, MergeModulelist) and any(".experts" in target for target in rule.target_patterns)
-        for rule in rules
-        if isinstance(rule, WeightConverter)
-        for operation in rule.operations
-    )
+    found: dict[str, list[str]] = {}
+    for rule in rules:
+        if isinstance(rule, WeightConverter) and any(isinstance(op, MergeModulelist) for op in rule.operations):
+            sources = [EXPERT.search(pattern) for pattern in rule.source_patterns]
+            target = rule.target_patterns[0].rpartition(".")[2]
+            if "experts" in rule.target_patterns[0] and all(sources):
+                found[target] = [match[1] for match in sources if match]
+    first = found.get("gate_up_proj", ["", *found.get("up_proj", [])])
+    leaves = tuple([*first, *found.get("down_proj", [])])
+    return next((known for known in (LLAMA, MIXTRAL, UNGATED) if known == leaves), None)
+
+
+def single_shapes(
+    model: nn.Module, names: Iterable[str], only: Iterable[str] | None = None
+) -> dict[str, tuple[int, int]]:
+    """`expert_shapes` of stacked experts of `model`, all or `only` those modules, called as among the `names` of a
+    checkpoint, or else as transformers wants them."""
+    stacked = find_stacked(model)
+    singly, usual = stored_singly(names, stacked), merged_leaves(model) if stacked else None
+    chosen = stacked if only is None else {name: stacked[name] for name in only}
+    found = (expert_shapes(name, module, singly.get(name) or usual) for name, module in chosen.items())
+    return {name: shape for shapes in found for name, shape in shapes.items()}
 
 
 def is_patched(stacked: nn.Module) -> bool:

@@ -166,6 +166,10 @@ def layout_of(module: nn.Module) -> Layout | None:
     names = {first, "down_proj"} | ({f"{first}_bias", "down_proj_bias"} if bias else set())
     if set(parameters) != names or any(len(parameters[name]) != 3 for name in (first, "down_proj")):
         return None
+    if getattr(module, "has_post_expert_norm", False) or any(
+        True for child in module.children() for _ in child.parameters()
+    ):
+        return None
     llama4 = type(module).__name__ == "Llama4TextExperts"
     transposed = bool(getattr(module, "is_transposed", llama4))
     interleaved = not getattr(module, "is_concatenated", True)
@@ -240,14 +244,6 @@ def stored_singly(names: Iterable[str], stacked: Iterable[str]) -> dict[str, Lea
         if leaves is not None:
             found[name] = leaves
     return found
-
-
-def single_shapes(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """`expert_shapes` of all stacked experts of `model`, called as among the `names` of a checkpoint."""
-    stacked = find_stacked(model)
-    singly = stored_singly(names, stacked)
-    found = (expert_shapes(name, module, singly.get(name)) for name, module in stacked.items())
-    return {name: shape for shapes in found for name, shape in shapes.items()}
 
 
 def plain_experts(model: nn.Module) -> list[str]:

@@ -188,8 +188,8 @@ def open_lazy(
     split_experts(module, stored_singly(places, find_stacked(module)))
     if packed and not _pack(module, config, dtype, folder):
         return "its quantized layers have a format that is decompressed while it loads"
-    stored = {name: place for name, place in places.items() if not ignorable(module, name)}
     names = module.state_dict()
+    stored = {name: place for name, place in places.items() if name in names or not ignorable(module, name)}
     aliases = _ties(module, stored)
     unknown = sorted(set(stored) - set(names))
     absent = sorted(name for name in names if aliases.get(name, name) not in stored)

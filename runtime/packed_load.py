@@ -63,7 +63,7 @@ def load_packed(
     for file in weight_files(folder):
         for name, tensor in read_tensors(file, device):
             own = names.in_module(name)
-            if own in dtypes:
+            if own in dtypes and is_wide(own, tensor):
                 tensor = tensor.to(dtypes[own])
             elif convert and is_wide(name, tensor):
                 tensor = tensor.to(dtype)
@@ -98,10 +98,12 @@ def own_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dt
         patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns))) if patterns else None
     found = {}
-    for name, tensor in model.named_parameters():
+    for name, tensor in model.state_dict().items():  # with buffers, such as a router's correction
+        if not is_wide(name, tensor):
+            continue
         if kept is not None and kept.search(name):
             found[name] = torch.float32
-        elif is_wide(name, tensor) and tensor.dtype != dtype:
+        elif tensor.dtype != dtype:
             found[name] = tensor.dtype
     return found
 

@@ -107,8 +107,9 @@ class Config(Options):
         description="Whether the experts of mixture-of-experts blocks are quantized, as the single linear layers that "
         "most checkpoints have (`*.experts.0.gate_proj` …). `quantize` leaves those alone that plain transformers "
         "opens only as one tensor (gpt_oss); `always` makes single layers of them too, and such an artifact opens in "
-        "llmopt and in engines that look for single experts, not in plain transformers. With calibration, an expert "
-        "that fewer than `min_tokens` tokens reach is an error unless `few_tokens` says otherwise.",
+        "llmopt and in engines that look for single experts; plain transformers would give it random experts. With "
+        "calibration, an expert that fewer than `min_tokens` tokens reach is an error unless `few_tokens` says "
+        "otherwise.",
     )
     untie: bool = Field(
         False,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...runtime.expert_readers import is_patched, merges_experts, unreadable_experts
-from ...runtime.experts import expert_shapes, find_stacked, stored_singly
+from ...runtime.expert_readers import is_patched, merged_leaves, single_shapes, unreadable_experts
+from ...runtime.experts import find_stacked
 from .schemes import LIBRARY_FORMATS
 
 if TYPE_CHECKING:
@@ -19,14 +19,9 @@ def quantizable_experts(info: ModelInfo, everywhere: bool = False) -> dict[str, 
     everywhere: also where it does not.
     """
     stacked = find_stacked(info.skeleton)
-    singly = stored_singly(info.tensors, stacked)
-    merged = bool(stacked) and merges_experts(info.skeleton)
-    return {
-        key: shape
-        for name, module in stacked.items()
-        if everywhere or merged or is_patched(module)
-        for key, shape in expert_shapes(name, module, singly.get(name)).items()
-    }
+    merged = bool(stacked) and merged_leaves(info.skeleton) is not None
+    chosen = [name for name, module in stacked.items() if everywhere or merged or is_patched(module)]
+    return single_shapes(info.skeleton, info.tensors, chosen)
 
 
 def expert_refusals(
@@ -40,7 +35,7 @@ def expert_refusals(
     if not schemes:
         return []
     stacked = find_stacked(info.skeleton)
-    merged = bool(stacked) and merges_experts(info.skeleton)
+    merged = bool(stacked) and merged_leaves(info.skeleton) is not None
     patched = [name for name, module in stacked.items() if is_patched(module)]
     unknown = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3 and "experts" in n]
     singly = [name for name in unknown if name not in info.tensors]
@@ -63,29 +58,48 @@ def expert_refusals(
             f"{singly[0]} is stored as single experts, which transformers takes to be quantized like the other layers: "
             "quantize all experts (`experts: quantize`), or use `method: fp8`"
         ]
-    reason = unreadable_experts(chosen) if merged else ""
+    if not merged:
+        return []
+    uneven = _uneven(shapes, schemes)
+    if uneven:
+        return [
+            f"some of the experts' layers {uneven} would be quantized and others not, and transformers reads them "
+            "alike: leave out all of a block or none"
+        ]
+    reason = unreadable_experts(chosen)
     return [reason] if reason else []
+
+
+def _uneven(shapes: dict[str, tuple[int, int]], schemes: dict[str, QuantScheme]) -> str:
+    """A pattern of layers of one block's experts of which only some are to be quantized; empty where there is none."""
+    numbers: dict[str, list[bool]] = {}
+    for name in shapes:
+        block, _, leaf = name.rsplit(".", 2)
+        numbers.setdefault(f"{block}.*.{leaf}", []).append(name in schemes)
+    return next((pattern for pattern, quantized in numbers.items() if any(quantized) and not all(quantized)), "")
 
 
 def expert_notes(info: ModelInfo, names: list[str]) -> list[str]:
     """What to tell of experts: those that stay as they are, and those that transformers could not open; names: of the
     layers that are going to be quantized."""
     stacked = find_stacked(info.skeleton)
-    tensors = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3]
+    tensors = [n for n, p in info.skeleton.named_parameters() if p.ndim == 3 and "experts" in n]
     split = [name for name in stacked if any(own.startswith(f"{name}.") for own in names)]
+    merged = bool(stacked) and merged_leaves(info.skeleton) is not None
+    readable = merged or any(map(is_patched, stacked.values()))
     if not split and tensors:
-        quantizable = bool(stacked) and not (merges_experts(info.skeleton) or any(map(is_patched, stacked.values())))
         more = (
-            ": plain transformers opens them no other way. `experts: always` quantizes them, for llmopt and for "
+            ": plain transformers reads them no other way. `experts: always` quantizes them, for llmopt and for "
             "engines that look for single experts"
         )
         return [
             f"{len(tensors)} stacked expert tensors ({tensors[0]} …) are no linear layers and stay as they are"
-            f"{more if quantizable else ''}"
+            f"{more if stacked and not readable else ''}"
         ]
-    if split and not (merges_experts(info.skeleton) or is_patched(stacked[split[0]])):
+    if split and not readable:
         return [
             f"the experts of {len(split)} blocks ({split[0]} …) become single layers, which llmopt opens, and engines "
-            "that look for them there; plain transformers does not open the artifact (`experts: always`)"
+            "that look for them there. Plain transformers does not: it gives the model random experts and says so in "
+            "its load report only (`experts: always`)"
         ]
     return []

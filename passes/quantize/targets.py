@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...optimizer.errors import UsageError
+from ...runtime.checkpoint_names import converted
 from ...runtime.kernels.packed import QuantScheme
 from .config import CALIBRATED
 from .libraries import library_notes, library_refusals
@@ -149,6 +150,13 @@ def _source_can_be_quantized(info: ModelInfo, out: Targets) -> bool:
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         out.refusals.append(f"the source is quantized already ({method}): start from the model it was made of")
+        return False
+    changed = converted(info.skeleton, info.tensors)
+    if changed is not None:
+        out.refusals.append(
+            f"transformers merges, splits or permutes tensors of this architecture as it loads them ({changed}), which "
+            "quantized folders are not read with: it cannot be quantized"
+        )
         return False
     conv = [n for n, m in info.skeleton.named_modules() if type(m).__name__ == "Conv1D" and hasattr(m, "nf")]
     if conv:
