@@ -65,8 +65,15 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush every file of a folder, and the folder itself, to the disk."""
+    """Flush every file of a folder, and the folder itself, to the disk.
+
+    Files become readable by all who may read the folder: those of the safetensors library are its owner's alone.
+    """
+    readers = folder.stat().st_mode & 0o444
     for path in [*folder.rglob("*"), folder]:
+        mode = path.stat().st_mode & 0o777
+        if path.is_file() and mode & readers != readers:
+            path.chmod(mode | readers)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

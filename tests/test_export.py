@@ -9,14 +9,17 @@ from typing import Any
 
 import llmopt
 import pytest
+import torch
 from click.testing import CliRunner
 from llmopt.optimizer.cli import cli
 from llmopt.optimizer.export import export_artifact
+from llmopt.optimizer.files import fsync_tree
 from llmopt.optimizer.hub import push_to_hub
 from llmopt.optimizer.manifest import Manifest, read_manifest
 from llmopt.optimizer.model_card import model_card
 from llmopt.tests.manifests import manifest
 from llmopt.tests.runs import leftovers
+from safetensors.torch import save_file
 
 
 def command(*arguments: object) -> str:
@@ -66,6 +69,20 @@ def test_a_plain_model(tiny_model, tmp_path, copying):
     assert "size on disk" in command("inspect", out)
     with llmopt.load(out) as llm:
         assert llm.manifest["exporter"]["name"] == "copy"
+
+
+def test_files_are_for_all_who_may_read_the_folder(tmp_path):
+    """safetensors makes its files readable by their owner alone."""
+    folder = tmp_path / "out"
+    (folder / "draft").mkdir(parents=True)
+    files = [folder / "model.safetensors", folder / "draft" / "model.safetensors"]
+    for mode, wanted in ((0o755, 0o644), (0o750, 0o640), (0o700, 0o600)):
+        for file in files:
+            save_file({"x": torch.zeros(1)}, file)
+            file.chmod(0o600)
+        folder.chmod(mode)
+        fsync_tree(folder)
+        assert [file.stat().st_mode & 0o777 for file in files] == [wanted] * 2
 
 
 def test_an_artifact_keeps_its_history(tiny_model, tmp_path):
