@@ -83,8 +83,10 @@ def ours(bits: int, group: int = 64) -> list[Row]:
 
 
 def theirs(bits: int, group: int = 64) -> list[Row]:
+    # its default order of activations is for groups alone
+    plain = {"desc_act": False} | ({"act_group_aware": False} if group == -1 else {})
     return [
-        Row("GPTQModel gptq", "gptqmodel", bits, group, {"desc_act": False}),
+        Row("GPTQModel gptq", "gptqmodel", bits, group, plain),
         Row("GPTQModel gptq, desc_act", "gptqmodel", bits, group, {"desc_act": True}),
         Row("llm-compressor gptq", "llmcompressor", bits, group, {"method": "gptq", "actorder": "static"}),
         Row("llm-compressor awq", "llmcompressor", bits, group, {"method": "awq"}),
