@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..runtime.checkpoint_names import CheckpointNames
-from ..runtime.tensor_files import Spec, locate, write_tensors
-from ..runtime.weight_files import INDEX, SINGLE, weight_files
+from ..runtime.tensor_files import Spec, write_tensors
+from ..runtime.weight_files import INDEX, SINGLE
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def file_names(model: LoadedModel) -> CheckpointNames:
     """How the weight files of a model's source call its tensors."""
     if model.weights is not None:
         return model.weights.names
-    return CheckpointNames(model.module, locate(weight_files(model.source.folder)))
+    return CheckpointNames.of_folder(model.module, model.source.folder)
 
 
 def stored_tensors(module: PreTrainedModel, weights: LazyWeights | None) -> dict[str, torch.Tensor]:

@@ -7,7 +7,10 @@ the way (`WeightConverter`) is no matter of names: `converted` finds it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .weight_files import read_header, weight_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +35,11 @@ class CheckpointNames:
         self._owners = {name for name, _ in module.named_modules()} if self._forward else set()
         self._known = {self.in_module(name): name for name in self.stored} if self._forward else {}
         self._parents = {_owner(own): _owner(name) for own, name in self._known.items() if _leaf(own) == _leaf(name)}
+
+    @classmethod
+    def of_folder(cls, module: nn.Module, folder: Path) -> CheckpointNames:
+        """Those of the weight files in a folder."""
+        return cls(module, [name for file in weight_files(folder) for name in read_header(file)])
 
     def in_module(self, name: str) -> str:
         """The name in the model's state dict of what the files call `name`."""

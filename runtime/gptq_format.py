@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..optimizer.errors import RunError, UsageError
 from .checkpoint_names import CheckpointNames
 from .kernels.gptq_linear import BITS, GPTQLinear, GPTQScheme
-from .weight_files import read_header, read_json, weight_files
+from .weight_files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def install_gptq_linears(
 
     check_entry(config)
     format_ = checkpoint_format(config)
-    stored = CheckpointNames(model, [name for file in weight_files(folder) for name in read_header(file)])
+    stored = CheckpointNames.of_folder(model, folder)
     names = {stored.in_module(name) for name in stored.stored}
     quantized = sorted(name.removesuffix(".qweight") for name in names if name.endswith(".qweight"))
     if not quantized:

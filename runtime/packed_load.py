@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..optimizer.errors import RunError
 from .checkpoint_names import CheckpointNames
-from .weight_files import read_header, weight_files
+from .weight_files import weight_files
 
 OWN_DTYPE = ("weight_global_scale", ".scales", ".absmax", ".nested_absmax", "quant_map", ".SCB", "._weight_scale")
 """Ends of names of tensors whose dtype is that of their format, whatever the model's."""
@@ -51,7 +51,7 @@ def load_packed(
     gptq = quantization_config.get("quant_method") == GPTQ
     convert = gptq or dtype != getattr(config, "dtype", dtype)
     model = build_empty(config, dtype, trust_remote_code)
-    names = stored_names(model, folder)
+    names = CheckpointNames.of_folder(model, folder)
     split_experts(model, stored_singly((names.in_module(name) for name in names.stored), find_stacked(model)))
     if runs_library_format(quantization_config):
         install_library_layers(model, folder, quantization_config, dtype)
@@ -81,11 +81,6 @@ def load_packed(
             if buffer is not None and buffer.device.type != torch.device(device).type:
                 module._buffers[name] = buffer.to(device)
     return model.eval()
-
-
-def stored_names(model: nn.Module, folder: Path) -> CheckpointNames:
-    """How the folder's weight files call the model's tensors."""
-    return CheckpointNames(model, [name for file in weight_files(folder) for name in read_header(file)])
 
 
 def own_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
