@@ -6,8 +6,9 @@ model: SmolLM2-135M in bf16 or another small model. peers: a folder with a venv 
 `llmcompressor`, `vllm`); what is not there is left out, and said. Checkpoints are W4 g64 symmetric unless
 their names say otherwise, with the head as it is; calibration is 32 sequences of 128 tokens. Each is read by llmopt
 (the reference of its row, in the same dtype) and by others: greedy tokens of 8 prompts, and a window of text scored.
-Nothing is timed. Checkpoints that are in `--work` already are taken as they are. The table is printed and can be had
-again from the JSON by `--report`. Layers that quantize their inputs have our torch layers as the reference.
+Nothing is timed. Checkpoints that are in `--work` already are taken as they are. The tables are printed and can be had
+again from the JSON by `--report`. Layers that quantize their inputs have our torch layers as the reference; for these a
+second table says how far any two readers are from each other.
 
 A reader whose arithmetic is ours should give every token; elsewhere bfloat16 kernels round otherwise and texts part at
 a near-tie. How far readers are from each other is said by the mean KL over the window (vLLM: over its first 64 tokens)
@@ -168,10 +169,18 @@ def agreement(reference: dict[str, Any], other: dict[str, Any], logits: dict[str
         "chosen": float(numpy.mean([abs(a - b) for a, b in zip(reference["chosen"], other["chosen"], strict=True)])),
     }
     if all(path.is_file() for path in logits.values()):
-        p, q = (numpy.load(logits[role]).astype("float64") for role in ("reference", "other"))
-        p = p[: len(q)]  # some give full distributions at the first positions alone
-        out["mean_kl"], out["kl_positions"] = float((numpy.exp(p) * (p - q)).sum(-1).mean()), len(q)
+        out["mean_kl"], out["kl_positions"] = mean_kl(logits["reference"], logits["other"])
     return out
+
+
+def mean_kl(reference: Path, other: Path) -> tuple[float, int]:
+    """In nats, over the positions that both files of log-probabilities have, and how many those are."""
+    import numpy
+
+    p, q = (numpy.load(path).astype("float64") for path in (reference, other))
+    count = min(len(p), len(q))  # some give full distributions at the first positions alone
+    p, q = p[:count], q[:count]
+    return float((numpy.exp(p) * (p - q)).sum(-1).mean()), count
 
 
 def make(peers: Peers, args: argparse.Namespace, name: str, calibration: Path) -> dict[str, Any] | None:
@@ -192,6 +201,7 @@ def read(peers: Peers, args: argparse.Namespace, name: str, given: dict[str, Any
     folder, lines = args.work / name.replace(" ", "-"), []
     answers: dict[str, dict[str, Any]] = {}
     files: dict[str, Path] = {}
+    every: dict[str, Path] = {}
     for reader, dtype in readers_of(name):
         if args.readers and not reader.startswith("llmopt") and reader not in args.readers.split(","):
             continue
@@ -210,6 +220,9 @@ def read(peers: Peers, args: argparse.Namespace, name: str, given: dict[str, Any
             line |= {"about": answer["about"], "tokens": answer["tokens"]}
             if dtype in answers:
                 line |= agreement(answers[dtype], answer, {"reference": files[dtype], "other": path})
+        if path.is_file():
+            line["kl_from"] = {before: mean_kl(file, path)[0] for before, file in every.items()}
+            every[f"{reader} {dtype}"] = path
         lines.append(line)
         print(json.dumps({k: v for k, v in line.items() if k != "tokens"}), file=sys.stderr, flush=True)
     return lines
@@ -234,7 +247,22 @@ def report(result: dict[str, Any]) -> str:
                 f"{where} {line['texts_equal']} of {count} | {line['tokens_before_parting']} of {total} | "
                 f"{line['top1']:.1%} | {kl} | {line['chosen']:.5f} |"
             )
-    return "\n".join(rows)
+    return "\n".join(rows) + "\n\n" + pairs(result)
+
+
+def pairs(result: dict[str, Any]) -> str:
+    """Mean KL between any two readers of the checkpoints whose layers quantize their inputs, as markdown."""
+    tables = []
+    for name in dict.fromkeys(line["checkpoint"] for line in result["lines"]):
+        lines = [line for line in result["lines"] if line["checkpoint"] == name and "kl_from" in line]
+        if readers_of(name)[0][0] != "llmopt-static" or len(lines) < 2:
+            continue
+        names = [f"{line['reader']} {line['dtype']}" for line in lines]
+        tables.append(f"| {name}: mean KL from | " + " | ".join(names[1:]) + " |\n" + "|---" * len(names) + "|")
+        for first in names[:-1]:
+            cells = [f"{line['kl_from'][first]:.4f}" if first in line["kl_from"] else "" for line in lines[1:]]
+            tables[-1] += f"\n| {first} | " + " | ".join(cells) + " |"
+    return "\n\n".join(tables)
 
 
 def arguments() -> argparse.Namespace:

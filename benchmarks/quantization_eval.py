@@ -5,7 +5,7 @@
 The job names the `source` folder, `text`, `length`, `windows` (0: all of them) and `students`: artifacts of ours, or
 folders with a `dense.safetensors` (weights that replace the source's). Layers of ours that only store weights become
 plain weights too; layers that quantize their inputs stay as they are. Each window goes through the source once and
-through every student. One JSON line a student is printed.
+through every student. One JSON line a student is printed at the end; Ctrl-C is an end as well (`tokens` says how many).
 """
 
 from __future__ import annotations
@@ -70,14 +70,17 @@ def main() -> None:
     models = [(f, None if f == job["source"] else student(source, Path(f))) for f in job["students"]]
     meters = {folder: (PerplexityMeter(), DivergenceMeter()) for folder, _ in models}
     began = time.perf_counter()
-    for number, ids in enumerate(windows):
-        reference = logits(teacher, ids)
-        for folder, model in models:
-            own = reference if model is None else logits(model, ids)
-            meters[folder][0].update(ids, own)
-            meters[folder][1].update(reference, own)
-        left = (time.perf_counter() - began) / (number + 1) * (len(windows) - number - 1)
-        print(f"window {number + 1} of {len(windows)}, {left:.0f} s left", file=sys.stderr, flush=True)
+    try:
+        for number, ids in enumerate(windows):
+            reference = logits(teacher, ids)
+            rows = [reference if model is None else logits(model, ids) for _, model in models]
+            for (folder, _), own in zip(models, rows):
+                meters[folder][0].update(ids, own)
+                meters[folder][1].update(reference, own)
+            left = (time.perf_counter() - began) / (number + 1) * (len(windows) - number - 1)
+            print(f"window {number + 1} of {len(windows)}, {left:.0f} s left", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("stopped: the figures are of the windows so far", file=sys.stderr)
     for folder, _ in models:
         perplexity, divergence = meters[folder][0].result(), meters[folder][1].result()
         print(json.dumps({"student": folder, "perplexity": perplexity.perplexity, "tokens": perplexity.num_tokens,
