@@ -61,6 +61,18 @@ def plan_refusals(
     return out + (_open_refusals(schemes, shapes, open_modules) or refusals(schemes, shapes))
 
 
+def planned_bytes(info: ModelInfo, modules: Sequence[ModulePlan]) -> int:
+    """Bytes of the modules' weights in a GPTQ checkpoint; modules: those that have a scheme."""
+    from ..runtime.expert_readers import single_shapes
+    from ..runtime.kernels.gptq_linear import GPTQScheme
+
+    shapes, size = info.linear_shapes | single_shapes(info.skeleton, info.tensors), 0
+    for name, scheme in ((module.name, module.scheme) for module in modules):
+        if scheme is not None:
+            size += GPTQScheme(scheme.bits, scheme.group_size, scheme.symmetric, True).nbytes(*shapes[name], 2)
+    return size
+
+
 def _open_refusals(
     schemes: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]], open_modules: Sequence[ModulePlan]
 ) -> list[str]:

@@ -60,6 +60,15 @@ class HuggingFaceExporter(Exporter):
             ]
         return []
 
+    def added_bytes(self, info: ModelInfo, plans: Sequence[PlanItem]) -> int:
+        """See `Exporter.added_bytes`: a GPTQ checkpoint has group indices too, and zero points of symmetric layers."""
+        modules = [m for plan in plans for m in plan.modules if m.scheme is not None]
+        if not self._by_gptq(m.scheme for m in modules if m.scheme is not None):
+            return 0
+        from .gptq import planned_bytes
+
+        return planned_bytes(info, modules) - sum(m.bytes_after for m in modules)
+
     def _by_gptq(self, schemes: Iterable[QuantScheme]) -> bool:
         """Whether layers of these schemes are stored as a GPTQ checkpoint."""
         if self.config.quantization_format == "auto":

@@ -184,6 +184,10 @@ class Exporter(Plugin):
         """
         return []
 
+    def added_bytes(self, info: ModelInfo, plans: Sequence[PlanItem]) -> int:
+        """By how many bytes the weights are larger in the files than the passes' plans say."""
+        return 0
+
     @abstractmethod
     def export(self, model: LoadedModel, directory: Path, context: Context) -> dict[str, Any]:
         """Write everything but the manifest into the empty `directory`; returns details for the manifest."""

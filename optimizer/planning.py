@@ -59,6 +59,8 @@ def make_plan(loaded: LoadedRecipe, info: ModelInfo) -> Plan:
         where.append(loaded.where("export", 0, loaded.recipe.export[0].use))
     before = info.weight_bytes
     after = before + sum(m.bytes_after - m.bytes_before for _, item in items for m in item.modules)
+    if not any(item.refusals for _, item in items):
+        after += exporter.added_bytes(info, [item for _, item in items])
     streams = all(stage.streams for stage in (*loaded.passes, loaded.exporter))
     peak = (_largest_part(info) if streams else before) + max((item.peak_memory for _, item in items), default=0)
     return Plan(items, before, after, peak, sum(item.seconds for _, item in items), where)

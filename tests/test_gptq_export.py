@@ -81,6 +81,19 @@ def test_an_export_opens_as_the_quantized_model(name: str, tiny_model: Path, tmp
         assert bool((zeros == 2 ** (config["bits"] - 1) - 1).all())
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_plan_has_the_bytes_of_the_checkpoint(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    from llmopt.optimizer.planning import make_plan
+    from llmopt.optimizer.recipe import Recipe
+
+    recipe = {"passes": [{"quantize": OPTIONS[name]}], "export": [{"huggingface": GPTQ}]}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    plan = make_plan(Recipe.load(tmp_path / "r.yaml"), describe(resolve(tiny_model)))
+    export(tiny_model, tmp_path / "out", OPTIONS[name])
+    stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
+    assert plan.bytes_after == stored
+
+
 def test_dynamic_entries_match_what_they_are_for_and_what_engines_fuse(tiny_model: Path, tmp_path: Path) -> None:
     import re
 

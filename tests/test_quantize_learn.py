@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.optimizer.base import Context
 from llmopt.optimizer.errors import UsageError
 from llmopt.passes.quantize.learn import STRETCH, TRAVEL, LatentLinear, _descend, learn_rounding
 from llmopt.passes.quantize.rtn import quantize_rtn
@@ -191,3 +192,17 @@ def test_the_models_output_comes_closer() -> None:
 def test_what_cannot_be_learned_is_refused(options: dict[str, object]) -> None:
     with pytest.raises((UsageError, ValueError), match="learn_steps"):
         quantize(make("llama"), **options, learn_steps=10)
+
+
+def test_learning_that_helps_no_block_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmopt.passes.quantize import learn
+
+    told: list[str] = []
+    monkeypatch.setattr(Context, "note", lambda self, kind, message: told.append(message))
+    quantize(make("llama", num_hidden_layers=2), **BASE, method="gptq", learn_steps=30)
+    assert not any(message.startswith("14 of 14 layers") for message in told)
+    monkeypatch.setattr(learn, "_descend", lambda *args: None)
+    report = quantize(make("llama", num_hidden_layers=2), **BASE, method="gptq", learn_steps=30)
+    (message,) = [message for message in told if message.startswith("14 of 14 layers")]
+    assert "30 steps of learned rounding" in message
+    assert all(line["codes_learned"] == 0 for line in report.layers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from llmopt.optimizer.errors import RunError
 from llmopt.passes.quantize.gptq import NotPositiveDefinite, inverse_factor, matched_weight, quantize_gptq
-from llmopt.passes.quantize.grid import dequantize_groups, minmax_grid, quantize_groups, search_grid
+from llmopt.passes.quantize.grid import dequantize_groups, minmax_grid, quantize_groups, round_scales, search_grid
 from llmopt.passes.quantize.hessian import Hessian, HessianCollector
 from llmopt.passes.quantize.rtn import quantize_rtn
 from llmopt.runtime.kernels.packed import QuantScheme
@@ -263,3 +263,27 @@ def test_the_original_must_see_the_same_tokens() -> None:
             with pytest.raises(RunError, match="match_original") as caught:
                 collector.flush()
         assert caught.value.where == "a"
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("spread", [2e-3, 4e-4, 3e-5])
+def test_small_weights_keep_their_bits_in_float16(spread: float, symmetric: bool) -> None:
+    """Scales below float16's least normal number, 6.1e-5, are subnormal ones, not that number."""
+    values, scheme = weight(64, 96) * (spread / 0.1), QuantScheme(8, 32, symmetric)
+    errors = []
+    for dtype in (torch.float16, torch.float32):
+        found = quantize_rtn(values, scheme, dtype)
+        assert bool((found.scales != 0).all())
+        errors.append(float((found.dequantize(8) - values).double().square().mean() / values.double().square().mean()))
+    # a scale of a few units of 2**-24 is off by some per cent, and the range's ends with it
+    assert errors[0] < 1.3 * errors[1] if spread > 1e-4 else errors[0] < 1e-3
+
+
+def test_what_is_too_small_for_a_scale_keeps_its_sign() -> None:
+    scales = torch.tensor([1e-12, -1e-12, 0.0, -3e-6, 3e-6, -0.25])
+    half = round_scales(scales, torch.float16)
+    assert half.tolist()[:3] == [2**-24, -(2**-24), 2**-24]
+    assert torch.allclose(half[3:], scales[3:], rtol=0.01)
+    assert torch.equal(half, half.to(torch.float16).float())
+    wide = round_scales(torch.tensor([-1e-45, 1e-45, 0.0]), torch.bfloat16)
+    assert wide.tolist() == [-torch.finfo(torch.bfloat16).tiny, *[torch.finfo(torch.bfloat16).tiny] * 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,40 @@ def test_damaged_activations_name_the_module_that_received_them() -> None:
     with pytest.raises(RunError, match="inputs have NaN") as caught:
         Quantize(method="gptq", group_size=32).run(model, context(info))
     assert "model.layers.1.mlp.gate_proj" in caught.value.where
+
+
+@pytest.mark.parametrize("options", [{"method": "fp8"}, {"method": "gptq", "bits": 8, "group_size": 32}])
+def test_a_quantized_weight_that_overflows_names_its_layer(options: dict) -> None:
+    """65504 is float16's largest number, and 448 times the scale that maps it to 448 is more."""
+    model, info = make()
+    model.module.to(torch.float16)
+    info.tensors = {name: replace(tensor, dtype="F16") for name, tensor in info.tensors.items()}
+    name = "model.layers.1.mlp.down_proj"
+    model.module.get_submodule(name).weight.data[3, 5:7] = torch.tensor([65504.0, -65504.0])
+    with pytest.raises(RunError, match="float16 does not hold") as caught:
+        Quantize(**options).run(model, context(info))
+    assert caught.value.where == name
+
+
+@pytest.mark.parametrize("options", [{"method": "rtn"}, {"method": "rtn", "symmetric": False}, {"method": "hqq"}])
+def test_the_reported_error_is_that_of_the_weight_that_is_computed_with(options: dict) -> None:
+    model, info = make()
+    before = {n: m.weight.detach().double() for n, m in model.module.named_modules() if isinstance(m, torch.nn.Linear)}
+    found = Quantize(bits=8, group_size=32, **options).run(model, context(info))
+    for line in found.layers:
+        difference = model.module.get_submodule(line["name"]).weight.detach().double() - before[line["name"]]
+        own = float(difference.square().sum() / before[line["name"]].square().sum())
+        assert line["error"] == pytest.approx(own, rel=1e-5)
+
+
+def test_tiny_and_huge_weights_have_an_error_too() -> None:
+    for factor in (1e-30, 1e15):
+        model, info = make()
+        layer = model.module.get_submodule("model.layers.0.mlp.down_proj")
+        layer.weight.data.mul_(factor)
+        found = Quantize(method="rtn", bits=4, group_size=32).run(model, context(info))
+        (line,) = [line for line in found.layers if line["name"] == "model.layers.0.mlp.down_proj"]
+        assert 1e-3 < line["error"] < 1e-1
 
 
 def test_a_scale_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

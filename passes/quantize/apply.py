@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -52,7 +53,7 @@ def rtn_module(model: nn.Module, target: Target, search_steps: int) -> dict[str,
     if target.scheme.g_idx and isinstance(quantized, Quantized):
         quantized = replace(quantized, g_idx=_plain_groups(target, weight.device))
     packed = replace_linear(model, target, quantized)
-    error = _relative_error(weight, quantized, packed, target.scheme.bits)
+    error = finite_error(target, weight.dtype, _relative_error(weight, quantized, packed, target.scheme.bits))
     seconds = round(time.perf_counter() - started, 4)
     return report_line(target, packed, error=error, weighted=False, seconds=seconds)
 
@@ -66,20 +67,32 @@ def _plain_groups(target: Target, device: torch.device) -> torch.Tensor:
 def _relative_error(
     weight: torch.Tensor, quantized: Quantized | FloatQuantized, packed: QuantizedLinear, bits: int
 ) -> float:
-    """Squared error of the quantized weight over the weight's own squares; a few rows at a time, as caches like it."""
+    """Squared error of the quantized weight, as layers compute with it, over the weight's own squares; a few rows at a
+    time, as caches like it."""
     whole = weight if isinstance(quantized, Quantized) else packed.dequantize()
     total = error = 0.0
     for start in range(0, len(weight), step := max(1, CHUNK // weight.shape[1])):
         rows = slice(start, start + step)
-        values = weight[rows].float()
+        values = weight[rows].double()
         rounded = quantized.rows(rows).dequantize(bits) if isinstance(quantized, Quantized) else whole[rows]
         total += float(energy(values, None).sum())
-        error += float(energy(values - rounded, None).sum())
+        error += float(energy(values - rounded.to(weight.dtype), None).sum())
     return error / total if total > 0 else 0.0
 
 
+def finite_error(target: Target, dtype: torch.dtype, error: float) -> float:
+    """That error. Raises RunError where it is no number, because a value of the quantized weight overflows."""
+    if math.isfinite(error):
+        return error
+    raise RunError(
+        f"the quantized weight has values that {str(dtype).removeprefix('torch.')} does not hold",
+        where=target.name,
+        what_to_do="Skip this module by `ignore`, or load the model in a wider dtype (the recipe's `dtype`).",
+    )
+
+
 def energy(matrix: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
-    """`m H m^T` of every row m of `matrix`, float32 [N, K]; without a Hessian the squared norm. Returns float32 [N]."""
+    """`m H m^T` of every row m of `matrix` [N, K]; without a Hessian the squared norm. Returns [N], in its dtype."""
     return ((matrix if hessian is None else matrix @ hessian) * matrix).sum(1)
 
 

@@ -33,9 +33,14 @@ def minmax_grid(
 
 
 def round_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales rounded to `dtype` and back to float32; zero becomes the dtype's smallest normal number."""
-    rounded, tiny = scales.to(dtype).float(), torch.finfo(dtype).tiny
-    return torch.where(rounded.abs() < tiny, tiny, rounded)
+    """Scales rounded to `dtype` and back to float32; what is too small becomes the smallest number, of the same sign.
+
+    That is a normal one, but float16's subnormal numbers count: its normal ones end at 6e-5, and steps of 8 bits are as
+    small wherever a group's weights stay below 0.008.
+    """
+    info, rounded = torch.finfo(dtype), scales.to(dtype).float()
+    least = info.tiny * (info.eps if dtype == torch.float16 else 1.0)
+    return torch.where(rounded.abs() < least, torch.full_like(scales, least).copysign_(scales), rounded)
 
 
 def quantize_groups(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> torch.Tensor:

@@ -78,8 +78,9 @@ class Quantize(Pass):
         targets = resolve(self.config, context.info)
         if targets.refusals:
             raise RunError(targets.refusals[0], where=self.name)
-        for target in targets.smaller_groups:
-            context.note("fallback", next(n for n in targets.notes if n.startswith(f"{target.name}:")))
+        smaller = tuple(f"{target.name}: " for target in targets.smaller_groups)
+        for note in targets.notes:
+            context.note("fallback" if note.startswith(smaller) else "note", note)
         started = time.perf_counter()
         _split_experts(model, [target.name for target in targets.modules])
         details: dict[str, Any] = {}
@@ -99,6 +100,7 @@ class Quantize(Pass):
         _note_damping(layers, self.config.damping, context)
         if (note := few_tokens_note(layers, self.config)) is not None:
             context.note("fallback", note)
+        _note_learning(layers, self.config.learn_steps, context)
         before, after = _check(model.module, targets.modules, context.info)
         return PassReport(
             summary=_summary(targets),
@@ -172,6 +174,19 @@ def _note_damping(layers: list[dict[str, Any]], asked: float, context: Context) 
             "fallback",
             f"{len(raised)} layers did not factorize with damping {asked:g}: it was raised, most to {raised[worst]:g} "
             f"({worst})",
+        )
+
+
+def _note_learning(layers: list[dict[str, Any]], steps: int, context: Context) -> None:
+    """Tell of layers in blocks whose learned rounding was no better than the method's own, which they keep."""
+    learned = [line for line in layers if "block_error" in line]
+    kept = [line for line in learned if not line["block_error"] < line["block_error_rounded"]]
+    if kept:
+        context.note(
+            "fallback",
+            f"{len(kept)} of {len(learned)} layers ({kept[0]['name']} …) keep the method's own rounding: {steps} steps "
+            "of learned rounding brought their blocks no closer to the original (more `learn_steps`, or more and "
+            "longer calibration sequences, may)",
         )
 
 

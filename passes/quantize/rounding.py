@@ -13,7 +13,7 @@ from torch import nn
 
 from ...optimizer.errors import RunError
 from ...runtime.kernels.packed import QuantScheme
-from .apply import replace_linear, report_line
+from .apply import finite_error, replace_linear, report_line
 from .factor import FactoredHessian, NotPositiveDefinite
 from .gptq import matched_weight, quantize_stack
 from .hessian import InputGroup
@@ -114,9 +114,10 @@ def _round_stack(
         rounded = ROUNDINGS[stack[0].method](weights, hessian, scheme, dtype, config)
     lines = []
     for target, weight, result in zip(stack, weights, rounded):
-        total, error, error_rtn = _energies(weight, result.quantized, scheme.bits, hessian)
+        total, error, error_rtn = _energies(weight, result.quantized, scheme.bits, hessian, dtype)
         packed = replace_linear(model, target, result.quantized)
-        measured = {"error": error / total, "error_rtn": error_rtn / total, "weighted": True, **result.measured}
+        error = finite_error(target, dtype, error / total)
+        measured = {"error": error, "error_rtn": error_rtn / total, "weighted": True, **result.measured}
         lines.append(report_line(target, packed, **measured))
     seconds = (time.perf_counter() - started) / len(stack)
     for line in lines:
@@ -138,14 +139,15 @@ def _factorizing(names: str) -> Iterator[None]:
 
 
 def _energies(
-    weight: torch.Tensor, quantized: Quantized, bits: int, hessian: FactoredHessian
+    weight: torch.Tensor, quantized: Quantized, bits: int, hessian: FactoredHessian, dtype: torch.dtype
 ) -> tuple[float, float, float]:
-    """The energy of `weight` [N, K], of the error made, and of that of nearest rounding on the same grid."""
+    """The energy of `weight` [N, K], of the error made, and of that of nearest rounding on the same grid; both with the
+    values rounded to `dtype`, as layers compute with them."""
     sums = torch.zeros(3, dtype=torch.float64, device=weight.device)
     for start in range(0, len(weight), step := max(1, MEASURED // weight.shape[1])):
         rows = slice(start, start + step)
         own, part = weight[rows].float(), quantized.rows(rows)
         for i, rounded in enumerate((None, part.dequantize(bits), part.nearest(own, bits))):
-            sums[i] += hessian.energy(own if rounded is None else rounded.sub_(own)).sum()
+            sums[i] += hessian.energy(own if rounded is None else rounded.to(dtype).float().sub_(own)).sum()
     total, error, error_rtn = sums.tolist()
     return max(total, torch.finfo(torch.float32).tiny), error, error_rtn

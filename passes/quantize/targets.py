@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...optimizer.errors import UsageError
 from ...runtime.checkpoint_names import converted
 from ...runtime.kernels.packed import QuantScheme
+from ...runtime.plain_readers import asks_for_weight
 from .config import CALIBRATED
 from .libraries import library_notes, library_refusals
 from .moe import expert_notes, expert_refusals, quantizable_experts
@@ -248,6 +249,14 @@ def _add_notes(out: Targets, info: ModelInfo) -> None:
             f"({info.not_called_as_linear[0]} …): they stay as they are"
         )
     out.notes += expert_notes(info, [target.name for target in out.modules])
+    without_weight = [target.name for target in out.modules if target.scheme.format.endswith("pack-quantized")]
+    asking = asks_for_weight(info.skeleton, without_weight) if without_weight else None
+    if asking is not None:
+        out.notes.append(
+            f"plain transformers does not open packed layers of this architecture: initializing {asking} it asks for a "
+            "`weight`, which they do not have. llmopt does; `fp8`, `smoothquant` and `activations: int8` keep one, for "
+            "transformers too"
+        )
     odd = sorted({t.scheme.bits for t in out.modules} - {2, 4, 8})
     if odd:
         out.notes.append(
