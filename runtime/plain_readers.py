@@ -18,20 +18,22 @@ def asks_for_weight(skeleton: nn.Module, names: Collection[str]) -> str | None:
     that it does not have are passed over.
     """
     import torch
+    from transformers import PreTrainedModel
 
     modules = dict(skeleton.named_modules())
     packed = {name: modules[name] for name in names if name in modules}
-    taken = {name: layer._parameters.pop("weight") for name, layer in packed.items() if "weight" in layer._parameters}
+    whole = {name: layer._parameters for name, layer in packed.items()}
     tried: set[Any] = set()
 
     def visit(module: nn.Module, name: str, initialize: Callable[[nn.Module], None]) -> str | None:
-        initialize = getattr(module, "_init_weights", initialize)
+        if isinstance(module, PreTrainedModel):
+            initialize = module._init_weights
         for leaf, child in module.named_children():
             found = visit(child, f"{name}.{leaf}" if name else leaf, initialize)
             if found is not None:
                 return found
         prefix = f"{name}." if name else ""
-        own = tuple(leaf for leaf, _ in module.named_modules() if f"{prefix}{leaf}".rstrip(".") in taken)
+        own = tuple(leaf for leaf, _ in module.named_modules() if f"{prefix}{leaf}".rstrip(".") in packed)
         if not own or (type(module), own) in tried:
             return None
         tried.add((type(module), own))
@@ -43,9 +45,11 @@ def asks_for_weight(skeleton: nn.Module, names: Collection[str]) -> str | None:
             return None  # what cannot be done without values says nothing
         return None
 
+    for layer in packed.values():
+        layer.__dict__["_parameters"] = {leaf: p for leaf, p in layer._parameters.items() if leaf != "weight"}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return visit(skeleton, "", lambda module: None)
     finally:
-        for name, weight in taken.items():
-            packed[name]._parameters["weight"] = weight
+        for name, layer in packed.items():
+            layer.__dict__["_parameters"] = whole[name]

@@ -79,8 +79,8 @@ class Quantize(Pass):
         if targets.refusals:
             raise RunError(targets.refusals[0], where=self.name)
         smaller = tuple(f"{target.name}: " for target in targets.smaller_groups)
-        for note in targets.notes:
-            context.note("fallback" if note.startswith(smaller) else "note", note)
+        for told in targets.notes:
+            context.note("fallback" if told.startswith(smaller) else "note", told)
         started = time.perf_counter()
         _split_experts(model, [target.name for target in targets.modules])
         details: dict[str, Any] = {}
