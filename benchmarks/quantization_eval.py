@@ -73,8 +73,8 @@ def main() -> None:
     try:
         for number, ids in enumerate(windows):
             reference = logits(teacher, ids)
-            rows = [reference if model is None else logits(model, ids) for _, model in models]
-            for (folder, _), own in zip(models, rows):
+            for folder, model in models:
+                own = reference if model is None else logits(model, ids)
                 meters[folder][0].update(ids, own)
                 meters[folder][1].update(reference, own)
             left = (time.perf_counter() - began) / (number + 1) * (len(windows) - number - 1)
