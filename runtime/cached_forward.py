@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ def vocabulary_size(model: Any) -> int:
 
 
 class CachedForward:
-    """Calls `model` on new tokens with a DynamicCache.
+    """Calls `model` on new tokens with a DynamicCache, or the kind of it that the architecture has for itself.
 
     An architecture whose forward takes no cache (`cache_argument` is None) gets the whole sequence at every call:
     slower, and right.
@@ -36,10 +36,22 @@ class CachedForward:
 
         if self.cache_argument is None:
             return None
-        cache = DynamicCache(config=self.model.config)
+        own = self._own_cache()
+        cache = own() if own is not None else DynamicCache(config=self.model.config)
         if rollback and hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
         return cache
+
+    def _own_cache(self) -> type[Cache] | None:
+        """The subclass of DynamicCache that the decoder's forward names as its argument, such as MiniMax's, which takes
+        no other; None where it names none."""
+        from transformers import DynamicCache
+
+        decoder: Any = self.model.base_model
+        parameter = inspect.signature(decoder.forward).parameters.get(self.cache_argument or "cache")
+        named = [] if parameter is None else [parameter.annotation, *get_args(parameter.annotation)]
+        own = [kind for kind in named if isinstance(kind, type) and issubclass(kind, DynamicCache)]
+        return next((kind for kind in own if kind is not DynamicCache), None)
 
     def can_roll_back(self, cache: Cache | None) -> bool:
         """Whether tokens can be taken back from this cache (states of linear attention cannot)."""

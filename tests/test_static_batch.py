@@ -25,10 +25,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Mpt": {"vocab_size": 400, "d_model": 32, "n_layers": 2, "n_heads": 4},
     "Gemma3": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8},
     "Mamba": {"vocab_size": 400, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "MiniMax": {
+        **SMALL,
+        "intermediate_size": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "block_size": 8,
+    },
     "Rwkv": {"vocab_size": 400, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
 }
 """Beside plain attention: alibi (bloom, mpt), no AttentionInterface (falcon …), a sliding window that is shorter than
-the prompts, a recurrent state (mamba), and a model whose forward takes no cache (rwkv)."""
+the prompts, a recurrent state (mamba), a cache class of the architecture's own (minimax), and a model whose forward
+takes no cache (rwkv)."""
 
 
 def tiny(name: str, seed: int = 0) -> Any:
@@ -204,8 +213,9 @@ def test_drafts_never_pass_the_limit(tokenizer):
         assert found.num_tokens == (13 if count is None else count)
 
 
-def test_states_that_cannot_be_taken_back_turn_drafts_off(tokenizer):
-    model = tiny("Mamba")
+@pytest.mark.parametrize("name", ["Mamba", "MiniMax"])
+def test_states_that_cannot_be_taken_back_turn_drafts_off(name, tokenizer):
+    model = tiny(name)
     batch = StaticBatch(model, tokenizer, [1], drafter=NgramDrafter())
     (note,) = batch.notes
     assert note["kind"] == "fallback"
