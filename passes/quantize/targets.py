@@ -93,7 +93,8 @@ def resolve(config: Config, info: ModelInfo) -> Targets:
                 if not untied:
                     out.refusals.append(
                         f"{name} is tied to the input embeddings, which stay as they are, so it cannot be quantized "
-                        "alone: set `untie: true` to store a packed copy of it, or `lm_head: keep`"
+                        "alone: set `untie: true` (behind a pass that unties it, too) to store a packed copy of it, or "
+                        "`lm_head: keep`"
                     )
                     continue
         if settings["method"] == "auto" and config.auto is not None and config.auto.group_sizes is not None:
