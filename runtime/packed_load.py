@@ -1,14 +1,14 @@
 """Opening a folder of quantized layers without unpacking it.
 
 The model is built with its parameters on the meta device and its buffers real (so that non-persistent ones such as
-rotary `inv_freq` hold what the model's constructor computed), the quantized linears are replaced by packed ones, and
+rotary `inv_freq` hold what the model computes), the quantized linears are replaced by packed ones, and
 the safetensors are assigned into it: every tensor is in memory once, in the dtype of the file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -118,9 +118,28 @@ def build_empty(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        _renew_buffers(model)
     finally:
         torch.set_rng_state(state)
     return model
+
+
+def _renew_buffers(model: PreTrainedModel) -> None:
+    """Compute buffers that no file holds anew, as transformers does after loading: while a model is built torch's
+    default dtype is the model's, and a table made then (of GPT-J's sines, say) has frequencies rounded to bfloat16."""
+    import torch
+    from transformers import PreTrainedModel
+
+    def visit(module: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        if isinstance(module, PreTrainedModel):
+            initialize = module._init_weights
+        for child in module.children():
+            visit(child, initialize)
+        if module._non_persistent_buffers_set:
+            initialize(module)
+
+    with torch.no_grad():
+        visit(model, model._init_weights)
 
 
 def read_tensors(file: Path, device: str = "cpu") -> Iterable[tuple[str, torch.Tensor]]:
