@@ -57,6 +57,7 @@ def export(source: Path, out: Path, **options: Any) -> list[str]:
     item = stage.plan(info)
     assert not item.refusals
     stage.run(model, context)
+    assert {note["message"] for note in context.notes} >= set(item.notes), "the manifest says what the plan says"
     out.mkdir()
     HuggingFaceExporter().export(model, out, context)
     return item.notes
