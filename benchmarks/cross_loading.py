@@ -90,12 +90,15 @@ READERS = {
 }
 
 
+def quantizes_inputs(name: str) -> bool:
+    """Whether the checkpoint's layers quantize their inputs."""
+    return name in ("llmopt bnb-int8", "llmopt dynamic-int8", "llmopt W8A8", "llmopt fp8")
+
+
 def readers_of(name: str) -> tuple[tuple[str, str], ...]:
     """Who opens a checkpoint, and in which dtype."""
-    if name in ("llmopt bnb-int8", "llmopt dynamic-int8"):
-        return INPUTS_READERS[:-1]
-    if name in ("llmopt W8A8", "llmopt fp8"):
-        return INPUTS_READERS
+    if quantizes_inputs(name):
+        return INPUTS_READERS[:-1] if "int8" in name else INPUTS_READERS
     if "bnb" in name:
         return LIBRARY_READERS
     return GPTQ_READERS if "gptq" in name.lower() else TENSORS_READERS
@@ -220,7 +223,7 @@ def read(peers: Peers, args: argparse.Namespace, name: str, given: dict[str, Any
             line |= {"about": answer["about"], "tokens": answer["tokens"]}
             if dtype in answers:
                 line |= agreement(answers[dtype], answer, {"reference": files[dtype], "other": path})
-        if path.is_file():
+        if quantizes_inputs(name) and path.is_file():
             line["kl_from"] = {before: mean_kl(file, path)[0] for before, file in every.items()}
             every[f"{reader} {dtype}"] = path
         lines.append(line)
@@ -247,22 +250,22 @@ def report(result: dict[str, Any]) -> str:
                 f"{where} {line['texts_equal']} of {count} | {line['tokens_before_parting']} of {total} | "
                 f"{line['top1']:.1%} | {kl} | {line['chosen']:.5f} |"
             )
-    return "\n".join(rows) + "\n\n" + pairs(result)
+    return "\n\n".join(["\n".join(rows), *pairs(result)])
 
 
-def pairs(result: dict[str, Any]) -> str:
-    """Mean KL between any two readers of the checkpoints whose layers quantize their inputs, as markdown."""
+def pairs(result: dict[str, Any]) -> list[str]:
+    """Mean KL between any two readers of each checkpoint whose layers quantize their inputs, as markdown."""
     tables = []
     for name in dict.fromkeys(line["checkpoint"] for line in result["lines"]):
         lines = [line for line in result["lines"] if line["checkpoint"] == name and "kl_from" in line]
-        if readers_of(name)[0][0] != "llmopt-static" or len(lines) < 2:
+        if len(lines) < 2:
             continue
         names = [f"{line['reader']} {line['dtype']}" for line in lines]
         tables.append(f"| {name}: mean KL from | " + " | ".join(names[1:]) + " |\n" + "|---" * len(names) + "|")
         for first in names[:-1]:
             cells = [f"{line['kl_from'][first]:.4f}" if first in line["kl_from"] else "" for line in lines[1:]]
             tables[-1] += f"\n| {first} | " + " | ".join(cells) + " |"
-    return "\n\n".join(tables)
+    return tables
 
 
 def arguments() -> argparse.Namespace:

@@ -66,6 +66,12 @@ class MissingDependency(UsageError):
         )
 
 
+def brief(error: BaseException) -> str:
+    """The first line of another library's error, at most 300 characters; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
 def nearest(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.5) -> list[str]:
     """The `count` names of `known` that lie nearest to `name` in spelling, best first."""
     lowered = {k.lower(): k for k in known}

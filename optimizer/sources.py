@@ -17,7 +17,7 @@ from ..runtime.checkpoint_names import CheckpointNames
 from ..runtime.open import open_config
 from ..runtime.tokenizer_files import require_tokenizer
 from ..runtime.weight_files import INDEX, read_header, read_json, weight_files
-from .errors import RunError, UsageError, did_you_mean
+from .errors import RunError, UsageError, brief, did_you_mean
 from .files import cache_dir, file_sha256, sha256_cache
 from .model import ModelInfo, SourceIdentity, TensorInfo
 
@@ -82,8 +82,7 @@ def describe(source: SourceIdentity, trust_remote_code: bool = False) -> ModelIn
     try:
         expected = {name: tuple(tensor.shape) for name, tensor in info.skeleton.state_dict().items()}
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
-        what = f"transformers builds no causal language model from it ({type(error).__name__}: {reason})"
+        what = f"transformers builds no causal language model from it ({type(error).__name__}: {brief(error)})"
         raise UsageError(what, str(source.folder / "config.json")) from None
     if _sees_both_sides(config):
         raise UsageError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..optimizer.errors import LlmoptError, RunError, UsageError
+from ..optimizer.errors import LlmoptError, RunError, UsageError, brief
 from ..optimizer.runtime_spec import AttentionSpec, RuntimeSpec
 from .artifact import read_manifest, runtime_spec, verify_files
 from .chat import context_length
@@ -173,7 +173,7 @@ def open_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
                 where=str(folder),
                 what_to_do="Read that code, then pass trust_remote_code=True if you trust it.",
             ) from error
-        raise UsageError(f"config.json is not usable ({_brief(error)})", where=str(folder / "config.json")) from error
+        raise UsageError(f"config.json is not usable ({brief(error)})", where=str(folder / "config.json")) from error
     if getattr(config, "quantization_config", None) is None and (entry := entry_of_twin(folder)) is not None:
         config.quantization_config = entry
     return config
@@ -198,7 +198,7 @@ def resolve_device(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"the device {device!r} cannot be used ({_brief(error)})", what_to_do="Try cpu.") from None
+        raise UsageError(f"the device {device!r} cannot be used ({brief(error)})", what_to_do="Try cpu.") from None
     return device
 
 
@@ -233,11 +233,11 @@ def apply_attention(opened: OpenedModel) -> None:
     except (ValueError, ImportError, RuntimeError) as error:
         if spec.backend != "auto":
             raise RunError(
-                f"the attention backend {wanted!r} cannot be used here ({_brief(error)})",
+                f"the attention backend {wanted!r} cannot be used here ({brief(error)})",
                 where=str(opened.folder),
                 what_to_do="Choose another with attention='auto' or 'sdpa'.",
             ) from error
-        opened.note(f"attention: {module.config._attn_implementation}, not {wanted} ({_brief(error)})", "fallback")
+        opened.note(f"attention: {module.config._attn_implementation}, not {wanted} ({brief(error)})", "fallback")
         return
     opened.note(f"attention: {module.config._attn_implementation}, as the RuntimeSpec asks ({spec.backend})")
 
@@ -286,7 +286,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype, device: str, trust_remote
     except LlmoptError:
         raise
     except Exception as error:  # transformers, safetensors and torch raise many kinds here
-        raise RunError(f"the model cannot be opened ({_brief(error)})", where=str(folder)) from error
+        raise RunError(f"the model cannot be opened ({brief(error)})", where=str(folder)) from error
     module, loading = loaded
     for name, stored, expected in sorted(loading.get("mismatched_keys") or [], key=lambda entry: entry[0]):
         shapes = f"shape {tuple(stored)}, the model's config makes it {tuple(expected)}"
@@ -309,8 +309,3 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _brief(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

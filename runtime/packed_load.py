@@ -8,12 +8,13 @@ the safetensors are assigned into it: every tensor is in memory once, in the dty
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..optimizer.errors import RunError
 from .checkpoint_names import CheckpointNames
+from .initialization import initializers
 from .weight_files import weight_files
 
 OWN_DTYPE = ("weight_global_scale", ".scales", ".absmax", ".nested_absmax", "quant_map", ".SCB", "._weight_scale")
@@ -128,18 +129,11 @@ def _renew_buffers(model: PreTrainedModel) -> None:
     """Compute buffers that no file holds anew, as transformers does after loading: while a model is built torch's
     default dtype is the model's, and a table made then (of GPT-J's sines, say) has frequencies rounded to bfloat16."""
     import torch
-    from transformers import PreTrainedModel
-
-    def visit(module: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
-        if isinstance(module, PreTrainedModel):
-            initialize = module._init_weights
-        for child in module.children():
-            visit(child, initialize)
-        if module._non_persistent_buffers_set:
-            initialize(module)
 
     with torch.no_grad():
-        visit(model, model._init_weights)
+        for _, module, initialize in initializers(model):
+            if module._non_persistent_buffers_set:
+                initialize(module)
 
 
 def read_tensors(file: Path, device: str = "cpu") -> Iterable[tuple[str, torch.Tensor]]:

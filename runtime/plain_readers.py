@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from .initialization import initializers
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
+
+    from .initialization import Initialize
 
 
-def asks_for_weight(skeleton: nn.Module, names: Collection[str]) -> str | None:
+def asks_for_weight(skeleton: PreTrainedModel, names: Collection[str]) -> str | None:
     """The class whose initialization of weights asks for the `weight` of one of these layers; None where none does.
 
     transformers initializes every module of a model that it has opened, what was loaded excepted tensor by tensor, and
@@ -18,38 +23,33 @@ def asks_for_weight(skeleton: nn.Module, names: Collection[str]) -> str | None:
     that it does not have are passed over.
     """
     import torch
-    from transformers import PreTrainedModel
 
     modules = dict(skeleton.named_modules())
     packed = {name: modules[name] for name in names if name in modules}
     whole = {name: layer._parameters for name, layer in packed.items()}
-    tried: set[Any] = set()
-
-    def visit(module: nn.Module, name: str, initialize: Callable[[nn.Module], None]) -> str | None:
-        if isinstance(module, PreTrainedModel):
-            initialize = module._init_weights
-        for leaf, child in module.named_children():
-            found = visit(child, f"{name}.{leaf}" if name else leaf, initialize)
-            if found is not None:
-                return found
-        prefix = f"{name}." if name else ""
-        own = tuple(leaf for leaf, _ in module.named_modules() if f"{prefix}{leaf}".rstrip(".") in packed)
-        if not own or (type(module), own) in tried:
-            return None
-        tried.add((type(module), own))
-        try:
-            initialize(module)
-        except AttributeError as error:
-            return type(module).__name__ if "'weight'" in str(error) else None
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            return None  # what cannot be done without values says nothing
-        return None
-
     for layer in packed.values():
         layer.__dict__["_parameters"] = {leaf: p for leaf, p in layer._parameters.items() if leaf != "weight"}
+    tried: set[tuple[type, tuple[str, ...]]] = set()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return visit(skeleton, "", lambda module: None)
+            for name, module, initialize in initializers(skeleton):
+                leaves = (leaf for leaf, _ in module.named_modules())
+                own = tuple(leaf for leaf in leaves if ".".join(filter(None, (name, leaf))) in packed)
+                if own and (type(module), own) not in tried and _lacks_weight(module, initialize):
+                    return type(module).__name__
+                tried.add((type(module), own))
     finally:
         for name, layer in packed.items():
             layer.__dict__["_parameters"] = whole[name]
+    return None
+
+
+def _lacks_weight(module: nn.Module, initialize: Initialize) -> bool:
+    """Whether initializing the module stops at a `weight` that is not there."""
+    try:
+        initialize(module)
+    except AttributeError as error:
+        return "'weight'" in str(error)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return False  # what cannot be done without values says nothing
+    return False
