@@ -176,6 +176,7 @@ class _Walk:
         import torch
 
         from ..runtime.decoder_blocks import evaluation_mode
+        from ..runtime.embedding_rows import loaded_around
         from ..runtime.lazy import outside_blocks
 
         a, b = self.a.model, self.b.model
@@ -187,8 +188,8 @@ class _Walk:
         scores, divergence = (TextMeter(text), TextMeter(text)), DivergenceMeter()
         flips = FlipMeter(a.tokenizer, most_flips)
         with (
-            a.loaded(*outside_blocks(a.module, blocks_name)),
-            b.loaded(*outside_blocks(b.module, blocks_name)),
+            loaded_around(a, *outside_blocks(a.module, blocks_name)),
+            loaded_around(b, *outside_blocks(b.module, blocks_name)),
             torch.inference_mode(),
             evaluation_mode(a.module),
             evaluation_mode(b.module),

@@ -94,6 +94,7 @@ def streamed_slices(model: LoadedModel, windows: Sequence[Window], rows: int) ->
     import torch
 
     from ..runtime.decoder_blocks import CapturedBatch, evaluation_mode, find_blocks, logits_after
+    from ..runtime.embedding_rows import loaded_around
     from ..runtime.lazy import outside_blocks
 
     module = model.module
@@ -101,7 +102,7 @@ def streamed_slices(model: LoadedModel, windows: Sequence[Window], rows: int) ->
     name, blocks = find_blocks(module)
     ids = [window.ids[None] for window in windows]
     batches = final_states(model, ids)
-    with model.loaded(*outside_blocks(module, name)), evaluation_mode(module):
+    with loaded_around(model, *outside_blocks(module, name)), evaluation_mode(module):
         for number, (window, batch) in enumerate(zip(windows, batches)):
             for _, start, end in places([window], rows):
                 part = CapturedBatch(batch.hidden[:, start - 1 : end - 1], batch.calls, batch.extra)
@@ -132,13 +133,14 @@ def first_states(model: LoadedModel, ids: Sequence[torch.Tensor]) -> list[Any]:
     import torch
 
     from ..runtime.decoder_blocks import capture, evaluation_mode, find_blocks
+    from ..runtime.embedding_rows import loaded_around
     from ..runtime.lazy import outside_blocks
 
     module = model.module
     name, blocks = find_blocks(module)
     head = module.get_output_embeddings()  # type: ignore[operator]
     around = [n for n in outside_blocks(module, name) if module.get_submodule(n) is not head]
-    with torch.inference_mode(), evaluation_mode(module), model.loaded(*around, f"{name}.0"):
+    with torch.inference_mode(), evaluation_mode(module), loaded_around(model, *around, f"{name}.0"):
         captured = capture(module, blocks, list(ids))
     for batch in captured[1:]:
         batch.share_arguments(captured[0])

@@ -27,6 +27,7 @@ def streamed_logits(
     import torch
 
     from ..runtime.decoder_blocks import capture, evaluation_mode, find_blocks, logits_after
+    from ..runtime.embedding_rows import loaded_around
     from ..runtime.lazy import outside_blocks
 
     module = model.module
@@ -36,7 +37,7 @@ def streamed_logits(
     head = module.get_output_embeddings()  # type: ignore[operator]
     rows = [row[None] for row in windows]
     with torch.inference_mode(), evaluation_mode(module):
-        with model.loaded(*(n for n in around if module.get_submodule(n) is not head), f"{name}.0"):
+        with loaded_around(model, *(n for n in around if module.get_submodule(n) is not head), f"{name}.0"):
             captured = capture(module, blocks, rows)
         for batch in captured[1:]:
             batch.share_arguments(captured[0])
@@ -44,7 +45,7 @@ def streamed_logits(
             with model.loaded(f"{name}.{index}"):
                 for batch in captured:
                     batch.hidden = batch.calls[index].run(block, batch.hidden)
-    with model.loaded(*around):
+    with loaded_around(model, *around):
         for index, (ids, batch) in enumerate(zip(rows, captured)):
             with torch.inference_mode(), evaluation_mode(module):
                 logits = logits_after(module, blocks, ids, batch)[0, :-1]

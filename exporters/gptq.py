@@ -266,8 +266,10 @@ def write_gptq(model: LoadedModel, folder: Path, limit: int) -> None:
         for leaf, (spec, maker) in gptq_tensors(name, layer, minus_one, read).items():
             specs[f"{name}.{leaf}"], makers[f"{name}.{leaf}"] = spec, maker
 
-    def give(name: str) -> torch.Tensor:
-        return makers[name]() if name in makers else read(name)
+    def give(name: str) -> torch.Tensor | Iterable[torch.Tensor]:
+        if name in makers:
+            return makers[name]()
+        return model.weights.parts(name) if model.weights is not None else read(name)
 
     write_specs(specs, give, folder, limit, module.num_parameters(), file_names(model))
 

@@ -1,4 +1,4 @@
-"""Weights of a lazy model written to safetensors shards, one tensor in memory at a time.
+"""Weights of a lazy model written to safetensors shards, one tensor in memory at a time, of a large one a part.
 
 Names and bytes of the files are those of transformers' `save_pretrained`, which puts tensors in natural order.
 """
@@ -6,7 +6,7 @@ Names and bytes of the files are those of transformers' `save_pretrained`, which
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def write_shards(module: PreTrainedModel, weights: LazyWeights, folder: Path, limit: int) -> None:
     """Write all weights of a lazy model, and the index where they take more than one file of `limit` bytes."""
     specs = {name: Spec.of(tensor) for name, tensor in stored_tensors(module, weights).items()}
-    write_specs(specs, weights.read, folder, limit, module.num_parameters(), weights.names)
+    write_specs(specs, weights.parts, folder, limit, module.num_parameters(), weights.names)
 
 
 def file_names(model: LoadedModel) -> CheckpointNames:
@@ -70,13 +70,13 @@ def _tied(module: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
 
 def write_specs(
     specs: Mapping[str, Spec],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[[str], torch.Tensor | Iterable[torch.Tensor]],
     folder: Path,
     limit: int,
     parameters: int,
     names: CheckpointNames,
 ) -> None:
-    """Write the tensors of these specs as `read` gives them, in natural order, one in memory at a time.
+    """Write the tensors of these specs as `read` gives them, whole or in parts, in natural order, one at a time.
 
     limit: bytes of a file; where there are several, an index names them. parameters: how many the model has. names: how
     the files call the tensors.

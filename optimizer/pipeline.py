@@ -20,7 +20,7 @@ from ..evaluation.streamed import streamed_logits
 from ..evaluation.texts import check_vocabulary, token_windows
 from ..runtime.artifact import REPORT
 from ..runtime.chat import context_length
-from ..runtime.memory import available_memory
+from ..runtime.memory import available_memory, give_back
 from .artifact import Artifact
 from .base import Context
 from .calibration import Calibration, Source, read_text
@@ -322,6 +322,7 @@ class Run:
         self._emit("stage_started", name, data=data)
         with self.memory.stage(name):
             yield
+            give_back()
         self._emit("stage_finished", name, data={"seconds": round(time.perf_counter() - start, 3)})
 
 

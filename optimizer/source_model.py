@@ -57,14 +57,15 @@ def _why_not_by_block(model: LoadedModel) -> str | None:
     import torch
 
     from ..runtime.decoder_blocks import capture, find_blocks
+    from ..runtime.embedding_rows import loaded_around
     from ..runtime.lazy import outside_blocks
 
     try:
         name, blocks = find_blocks(model.module)
         head = model.module.get_output_embeddings()
         needed = [n for n in outside_blocks(model.module, name) if model.module.get_submodule(n) is not head]
-        with torch.inference_mode(), model.loaded(*needed, f"{name}.0"):
-            capture(model.module, blocks, [torch.zeros(1, 2, dtype=torch.int64)])
+        with torch.inference_mode(), loaded_around(model, *needed, f"{name}.0"):
+            capture(model.module, blocks, [torch.ones(1, 2, dtype=torch.int64)])  # see embedding_rows
     except LlmoptError as error:
         if "NaN or infinite" in str(error):
             raise

@@ -15,7 +15,7 @@ from ..optimizer.errors import RunError
 from .checkpoint_names import CheckpointNames
 from .memory import give_back
 from .packed_load import build_empty, ignorable, is_wide, own_dtypes
-from .tensor_files import Stored, all_finite, locate, read_stored
+from .tensor_files import Stored, all_finite, locate, read_rows, read_stored
 from .weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class LazyWeights:
         self.converts = True
         self.names = CheckpointNames(module, ())
         self.dtypes: dict[str, torch.dtype] = {}
+        self.by_rows: set[str] = set()
+        """Names of those that are filled with some of their rows only, see `embedding_rows.py`."""
         self._overlaid: set[str] = set()
         self._finite: set[str] = set()
 
@@ -62,17 +64,46 @@ class LazyWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that name, on the CPU. Raises RunError where a value of the source is NaN or infinite."""
+        return self._own(name, self._checked(name, read_stored(self.place(name))))
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """What `read` gives, in parts of some PART bytes that follow each other along the first axis."""
+        for place in self.place(name).parts():
+            yield self._own(name, self._checked(name, read_stored(place), whole=False))
+        self._finite.add(self.aliases.get(name, name))
+
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        """The rows of a matrix at these indices (int64 `[n]`): what `read(name)[indices]` gives, and checked as that
+        is, with no more than PART bytes of the others in memory. Raises RunError where an index lies outside.
+        """
+        place = self.place(name)
+        if self._needs_check(name):
+            for _ in self.parts(name):
+                pass
+        return self._own(name, read_rows(place, indices.tolist()))
+
+    def _needs_check(self, name: str) -> bool:
+        key = self.aliases.get(name, name)
+        return key not in self._finite and key not in self._overlaid
+
+    def _checked(self, name: str, tensor: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        """A tensor of the source, or a part of one, with no NaN or infinite value in it."""
         import torch
 
         key = self.aliases.get(name, name)
-        tensor = read_stored(self.place(name))
-        if key in self._overlaid or not tensor.is_floating_point():
-            return tensor
-        if key not in self._finite:
+        if tensor.is_floating_point() and self._needs_check(name):
             if not all_finite(tensor):
                 count = int((~torch.isfinite(tensor)).sum())
                 raise RunError(f"{key} has {count} values that are NaN or infinite", self.source, "Restore the weights")
-            self._finite.add(key)
+            if whole:
+                self._finite.add(key)
+        return tensor
+
+    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the files in the dtype that the model has it in."""
+        key = self.aliases.get(name, name)
+        if key in self._overlaid or not tensor.is_floating_point():
+            return tensor
         if key in self.dtypes:
             return tensor.to(self.dtypes[key])
         return tensor.to(self.dtype) if self.converts and is_wide(name, tensor) else tensor
@@ -154,7 +185,7 @@ class LazyWeights:
         """The tensor of a name tied to this one, where that is filled already."""
         key = self.aliases.get(name, name)
         for other in [key, *(alias for alias, target in self.aliases.items() if target == key)]:
-            if other == name:
+            if other == name or other in self.by_rows:
                 continue
             path, _, leaf = other.rpartition(".")
             try:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..optimizer.errors import RunError
 from .weight_files import read_header
@@ -42,6 +42,9 @@ DTYPES = {
 """Name in the file → torch's name, in the order in which the safetensors library sorts them."""
 ORDER = {name: number for number, name in enumerate(DTYPES)}
 NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+
+PART = 16 << 20
+"""Bytes of a tensor that are in memory at a time where it is read or copied in parts."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,16 @@ class Stored:
             return Stored(self.file, self.dtype, (count, *shape[1:]), self.offset + start * size, count * size)
         own = (rows.start, rows.stop, rows.step)
         return Stored(self.file, self.dtype, (count, *shape[1:]), self.offset, self.nbytes, self.shape, transposed, own)
+
+    def parts(self) -> Iterator[Stored]:
+        """It in parts of at most PART bytes (one row at least), along the first axis; as one where rows do not lie
+        together in the file."""
+        if self.within is not None or not self.shape or self.nbytes <= PART:
+            yield self
+            return
+        count = max(1, PART * self.shape[0] // self.nbytes)
+        for start in range(0, self.shape[0], count):
+            yield self.part(slice(start, start + count))
 
 
 @dataclass(frozen=True)
@@ -144,31 +157,63 @@ def read_stored(stored: Stored) -> torch.Tensor:
     return (tensor.t() if stored.transposed else tensor)[slice(*stored.rows)].contiguous()
 
 
+def read_rows(stored: Stored, indices: Sequence[int]) -> torch.Tensor:
+    """The elements at these places of the first axis, `[len(indices), ...]`. Raises RunError as `read_stored` does, and
+    where an index lies outside."""
+    import torch
+
+    outside = next((index for index in indices if not 0 <= index < stored.shape[0]), None)
+    if outside is not None:
+        raise RunError(f"row {outside} was asked for of {stored.shape[0]}", str(stored.file))
+    if stored.within is not None:
+        return read_stored(stored)[list(indices)]
+    rows = torch.empty(len(indices), *stored.shape[1:], dtype=getattr(torch, DTYPES[stored.dtype]))
+    for number, index in enumerate(indices):
+        rows[number] = read_stored(stored.at(index))
+    return rows
+
+
 def write_tensors(
     path: Path,
     specs: Mapping[str, Spec],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[[str], torch.Tensor | Iterable[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a safetensors file, asking `read` for one tensor after another in the order of the file.
 
-    The file appears under its name when it is whole. Raises RunError where `read` gives a tensor other than its spec.
+    read: gives a tensor, or its parts along the first axis. The file appears under its name when it is whole. Raises
+    RunError where `read` gives a tensor other than its spec.
     """
+    import torch
+
     names = sorted(specs, key=lambda name: (-ORDER[specs[name].dtype], name))
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             file.write(_header(names, specs, metadata or {"format": "pt"}))
             for name in names:
-                tensor = read(name)
-                if Spec.of(tensor) != specs[name]:
-                    raise RunError(f"{name} came as {Spec.of(tensor)}, {specs[name]} was planned", str(path))
-                file.write(tensor_bytes(tensor))
+                given = read(name)
+                _write_parts(file, path, name, specs[name], [given] if isinstance(given, torch.Tensor) else given)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _write_parts(file: BinaryIO, path: Path, name: str, spec: Spec, parts: Iterable[torch.Tensor]) -> None:
+    """Write a tensor that comes in parts along its first axis; one of no axis comes whole."""
+    rows, came = 0, None
+    for part in parts:
+        came = Spec.of(part)
+        if came.shape and spec.shape and came.dtype == spec.dtype and came.shape[1:] == spec.shape[1:]:
+            rows += came.shape[0]
+            came = Spec(came.dtype, (rows, *came.shape[1:]))
+        elif came != spec:
+            break
+        file.write(tensor_bytes(part))
+    if came != spec:
+        raise RunError(f"{name} came as {came}, {spec} was planned", str(path))
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from ...optimizer.errors import RunError
 from ...runtime.decoder_blocks import CapturedBatch, capture, evaluation_mode, find_blocks, join_batches
+from ...runtime.embedding_rows import loaded_around
 from ...runtime.lazy import outside_blocks
 from .apply import check_weight, rtn_module
 from .collect import call_order, collect_outside
@@ -106,7 +107,7 @@ class _Run:
         whether the run will fit. Where the states are to be left in files, they are from the start.
         """
         checkpoint, around = self.steps.checkpoint, (*self._around(), f"{self.name}.0")
-        with self.model.loaded(*around):
+        with loaded_around(self.model, *around):
             self.captured = capture(self.module, self.blocks, self.batches[:1])
         checked = self._preflight(self.captured[0], done, last)
         offload = checked.offload and checkpoint is not None
@@ -116,7 +117,7 @@ class _Run:
         if checkpoint is not None and offload:
             self.live.begin(checkpoint.scratch("start"))
         self.live.keep(0, self.captured[0])
-        with self.model.loaded(*around):
+        with loaded_around(self.model, *around):
             plain = self.captured[0].extra is None
             for number, ids in enumerate(self.batches[1:], start=1):
                 batch = capture(self.module, self.blocks, [ids], plain)[0]
@@ -215,7 +216,7 @@ class _Run:
         """Quantize one layer outside the blocks, on the quantized blocks' outputs, and commit it."""
         calibrated = target.method in CALIBRATED
         names = self._around(head=True) if calibrated else [target.name]
-        with self.model.loaded(*names):
+        with loaded_around(self.model, *names):
             check_weight(target.name, self.module.get_submodule(target.name))
             if calibrated:
                 group = collect_outside(self.module, self.blocks, target.name, self.batches, self.captured)

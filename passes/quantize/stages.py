@@ -18,6 +18,7 @@ from torch import nn
 from ...runtime.decoder_blocks import CapturedBatch
 from ...runtime.kernels.formats import scale_values
 from ...runtime.kernels.packed import PackedLinear
+from ...runtime.memory import give_back
 from .apply import check_weight, rtn_module
 from .collect import call_order, collect, on_one_sequence
 from .config import CALIBRATED
@@ -140,6 +141,7 @@ def round_on_calibration(work: BlockWork) -> None:
             groups = work.collect(names, whole=names is steps[-1]) if work.groups is None else work.groups
             for group in groups:
                 work.lines += round_covered(work.model, [calibrated[name] for name in group.names], group, work.config)
+            give_back()
     for line in work.lines:
         if line["name"] in calibrated:
             line["sequential"] = parts is not None or bool(work.config.true_sequential)
@@ -176,6 +178,7 @@ def _round_in_parts(work: BlockWork, parts: Parts, calibrated: dict[str, Target]
         group = InputGroup([target.name for target in targets], hessian, number)
         work.lines += round_covered(work.model, targets, group, work.config)
         before = part.names
+        give_back()
     if not work.last and not work.learns:
         with dense(work.block, before), parts.entered(len(parts.parts)):
             for key, batch in enumerate(work.captured):

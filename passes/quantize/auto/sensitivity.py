@@ -28,6 +28,7 @@ from torch import nn
 from ....optimizer.errors import RunError
 from ....optimizer.model import LoadedModel
 from ....runtime.decoder_blocks import CapturedBatch, capture, find_blocks, logits_after
+from ....runtime.embedding_rows import loaded_around
 from ....runtime.lazy import outside_blocks
 from ....runtime.tensor_files import Spec, locate, read_stored, write_tensors
 from ..hessian import Hessian
@@ -84,7 +85,7 @@ class _Passes:
         total = 2 * len(self.blocks) + 1
         captured = self._forward(lambda step: progress(step, total))
         last = [batch.hidden for batch in captured]
-        with self.model.loaded(*self.around):
+        with loaded_around(self.model, *self.around):
             outside = {name: m for name, m in self.layers.items() if not name.startswith(f"{self.name}.")}
             upstream = self._last(captured, outside, seed, visit)
         progress(len(self.blocks) + 1, total)
@@ -101,7 +102,7 @@ class _Passes:
         head = self.module.get_output_embeddings()  # type: ignore[operator]
         around = [name for name in self.around if self.module.get_submodule(name) is not head]
         captured: list[CapturedBatch] = []
-        with self.model.loaded(*around, f"{self.name}.0"):
+        with loaded_around(self.model, *around, f"{self.name}.0"):
             for ids in self.batches:
                 captured += capture(self.module, self.blocks, [ids])
                 captured[-1].share_arguments(captured[0])

@@ -19,6 +19,7 @@ import torch
 from ....evaluation.divergence import kl_rows
 from ....optimizer.errors import RunError
 from ....runtime.decoder_blocks import CapturedBatch, capture, find_blocks, join_batches, logits_after
+from ....runtime.embedding_rows import loaded_around
 from ....runtime.lazy import outside_blocks
 from ..apply import rtn_module
 from ..collect import collect_outside
@@ -92,7 +93,7 @@ class Trials:
         head = self.module.get_output_embeddings()  # type: ignore[operator]
         around = [n for n in outside_blocks(self.module, self.name) if self.module.get_submodule(n) is not head]
         captured: list[CapturedBatch] = []
-        with self.model.loaded(*around, f"{self.name}.0"):
+        with loaded_around(self.model, *around, f"{self.name}.0"):
             for ids in [*self.fitted, *self.measured]:
                 captured += capture(self.module, self.blocks, [ids])
                 captured[-1].share_arguments(captured[0])
@@ -116,7 +117,7 @@ class Trials:
         outside = [target for target in targets if not target.name.startswith(f"{self.name}.")]
         fitted, measured = captured[: len(self.fitted)], captured[len(self.fitted) :]
         found = []
-        with self.model.loaded(*outside_blocks(self.module, self.name)):
+        with loaded_around(self.model, *outside_blocks(self.module, self.name)):
             own = {target.name: self.module.get_submodule(target.name) for target in outside}
             try:
                 self._round_outside(outside, fitted)
