@@ -18,7 +18,9 @@ from ...runtime.kernels.packed import QuantScheme
 from .rtn import quantize_rtn
 
 SMALLEST = 1e-4
-"""Least scale before normalization, so that channels without activations stay finite."""
+"""Least scale before normalization."""
+DEAD = 1e-5
+"""A channel at or below this share of the median channel tells nothing about its values on other text."""
 
 Layer = tuple[torch.Tensor, QuantScheme]
 """A weight, any floating dtype [N, K], and how it will be quantized."""
@@ -35,9 +37,26 @@ class ScaleChoice:
     error_unscaled: float
 
 
+def revived(values: torch.Tensor) -> torch.Tensor:
+    """Statistics of channels, float32 [C], where those that are dead have the median of the others; ones if all are.
+
+    What no calibration token activates (units behind a ReLU, say) another text may. A scale from its 0 would give it
+    no share of its group's grid, or, where inputs are quantized, a value beyond all others' there.
+    """
+    values = values.float()
+    living = values[values > 0]
+    if not len(living):
+        return torch.ones_like(values)
+    middle = living.median()
+    return torch.where(values > DEAD * middle, values, middle)
+
+
 def activation_scales(magnitude: torch.Tensor, exponent: float) -> torch.Tensor:
-    """`magnitude ** exponent`, float32 [C], divided by the geometric mean of its extremes; ones for the exponent 0."""
-    scales = magnitude.float().pow(exponent).clamp(min=SMALLEST)
+    """`magnitude ** exponent`, float32 [C], divided by the geometric mean of its extremes; ones for the exponent 0.
+
+    Dead channels are scaled as the median channel is.
+    """
+    scales = revived(magnitude).pow(exponent).clamp(min=SMALLEST)
     return scales / (scales.max() * scales.min()).sqrt()
 
 

@@ -13,17 +13,19 @@ from collections.abc import Sequence
 import torch
 
 from ...runtime.kernels.scaled import quantize_tokens
-from .awq import Layer, ScaleChoice
+from .awq import Layer, ScaleChoice, revived
 from .rtn import quantize_rtn
 
 SMALLEST = 1e-5
-"""Least maximum of a channel's activations or weights, so that dead channels keep a finite scale."""
+"""Least scale."""
 
 
 def smoothing_scales(activations: torch.Tensor, weights: torch.Tensor, strength: float) -> torch.Tensor:
-    """`max|x|^a / max|w|^(1 - a)` of every channel, float32 [C], from both maxima [C] and the strength a."""
-    top = activations.float().clamp(min=SMALLEST).pow(strength)
-    return (top / weights.float().clamp(min=SMALLEST).pow(1 - strength)).clamp(min=SMALLEST)
+    """`max|x|^a / max|w|^(1 - a)` of every channel, float32 [C], from both maxima [C] and the strength a.
+
+    A maximum of a dead channel counts as that of the median channel.
+    """
+    return (revived(activations).pow(strength) / revived(weights).pow(1 - strength)).clamp(min=SMALLEST)
 
 
 def smoothed_error(layers: Sequence[Layer], inputs: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> float:
