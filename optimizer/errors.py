@@ -41,6 +41,10 @@ class RunError(LlmoptError):
     """The run failed: a bad weight file, no disk space, a numerical failure (exit code 1)."""
 
 
+class WeightError(RunError):
+    """A weight of the source is NaN or infinite, or the run's dtype does not hold it (exit code 1)."""
+
+
 class GateError(RunError):
     """A quality gate did not hold (exit code 1).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..runtime.open import open_config, open_generation_config, open_model, quiet_transformers, resolve_dtype
-from .errors import LlmoptError, RunError
+from .errors import LlmoptError, RunError, WeightError
 from .model import LoadedModel, SourceIdentity
 from .runtime_spec import RuntimeSpec
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def load_source(source: SourceIdentity, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
     """The source's weights, tokenizer and generation config, on the CPU, in `dtype` (`auto`: as stored).
 
-    Raises RunError where a file is damaged, a weight is NaN or infinite, or the tokenizer has more tokens than the
-    model has embeddings.
+    Raises RunError where a file is damaged, a weight is NaN or infinite (in `dtype`), or the tokenizer has more tokens
+    than the model has embeddings.
     """
     opened = open_model(source.folder, "cpu", dtype, trust_remote_code=trust_remote_code)
     module, tokenizer = opened.module, opened.tokenizer
@@ -66,9 +66,9 @@ def _why_not_by_block(model: LoadedModel) -> str | None:
         needed = [n for n in outside_blocks(model.module, name) if model.module.get_submodule(n) is not head]
         with torch.inference_mode(), loaded_around(model, *needed, f"{name}.0"):
             capture(model.module, blocks, [torch.ones(1, 2, dtype=torch.int64)])  # see embedding_rows
+    except WeightError:
+        raise
     except LlmoptError as error:
-        if "NaN or infinite" in str(error):
-            raise
         return f"its blocks cannot run one at a time ({error})"
     except Exception as error:  # whatever an architecture's own code raises
         return f"its blocks cannot run one at a time ({type(error).__name__}: {error})"
@@ -93,11 +93,8 @@ def _require_embeddings(module: nn.Module, tokenizer: PreTrainedTokenizerBase, s
 
 
 def _require_finite(module: nn.Module, source: SourceIdentity) -> None:
-    import torch
-
-    from ..runtime.tensor_files import all_finite
+    from ..runtime.tensor_files import all_finite, not_finite
 
     for name, tensor in module.state_dict().items():
         if tensor.is_floating_point() and not all_finite(tensor):
-            count = int((~torch.isfinite(tensor)).sum())
-            raise RunError(f"{name} has {count} values that are NaN or infinite", source.id, "Restore the weights")
+            raise not_finite(name, tensor, source.id)

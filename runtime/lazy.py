@@ -15,7 +15,7 @@ from ..optimizer.errors import RunError
 from .checkpoint_names import CheckpointNames
 from .memory import give_back
 from .packed_load import build_empty, ignorable, is_wide, own_dtypes
-from .tensor_files import Stored, all_finite, locate, read_rows, read_stored
+from .tensor_files import Stored, all_finite, locate, not_finite, read_rows, read_stored
 from .weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class LazyWeights:
     """The stored tensors of a model on the meta device, by their names in its state dict.
 
     aliases: tied names, and the name under which their tensor is stored. Floating-point tensors are converted to
-    `dtype` as they are read, those of the source only; each of the source's is checked once for NaN and infinity.
+    `dtype` as they are read, those of the source only; each of the source's is checked once for NaN and infinity, which
+    a narrower dtype may bring.
     names: how the source's files call them; dtypes: of those that the model keeps in another than `dtype`.
     """
 
@@ -63,13 +64,15 @@ class LazyWeights:
         return found
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU. Raises RunError where a value of the source is NaN or infinite."""
-        return self._own(name, self._checked(name, read_stored(self.place(name))))
+        """The tensor of that name, on the CPU. Raises WeightError where a value of the source is NaN, infinite or
+        beyond the dtype that the model has it in.
+        """
+        return self._own(name, read_stored(self.place(name)))
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         """What `read` gives, in parts of some PART bytes that follow each other along the first axis."""
         for place in self.place(name).parts():
-            yield self._own(name, self._checked(name, read_stored(place), whole=False))
+            yield self._own(name, read_stored(place), whole=False)
         self._finite.add(self.aliases.get(name, name))
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
@@ -86,27 +89,22 @@ class LazyWeights:
         key = self.aliases.get(name, name)
         return key not in self._finite and key not in self._overlaid
 
-    def _checked(self, name: str, tensor: torch.Tensor, whole: bool = True) -> torch.Tensor:
-        """A tensor of the source, or a part of one, with no NaN or infinite value in it."""
-        import torch
-
+    def _own(self, name: str, stored: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        """A tensor of the files, or a part of one, in the dtype that the model has it in, and checked."""
         key = self.aliases.get(name, name)
-        if tensor.is_floating_point() and self._needs_check(name):
+        if key in self._overlaid or not stored.is_floating_point():
+            return stored
+        tensor = stored
+        if key in self.dtypes:
+            tensor = stored.to(self.dtypes[key])
+        elif self.converts and is_wide(name, stored):
+            tensor = stored.to(self.dtype)
+        if key not in self._finite:
             if not all_finite(tensor):
-                count = int((~torch.isfinite(tensor)).sum())
-                raise RunError(f"{key} has {count} values that are NaN or infinite", self.source, "Restore the weights")
+                raise not_finite(key, tensor, self.source, stored)
             if whole:
                 self._finite.add(key)
         return tensor
-
-    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the files in the dtype that the model has it in."""
-        key = self.aliases.get(name, name)
-        if key in self._overlaid or not tensor.is_floating_point():
-            return tensor
-        if key in self.dtypes:
-            return tensor.to(self.dtypes[key])
-        return tensor.to(self.dtype) if self.converts and is_wide(name, tensor) else tensor
 
     def load(self, *names: str) -> None:
         """Fill the modules of these names (`""` is the whole model), with everything below them."""

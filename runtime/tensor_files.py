@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..optimizer.errors import RunError
+from ..optimizer.errors import RunError, WeightError
 from .weight_files import read_header
 
 if TYPE_CHECKING:
@@ -224,6 +224,26 @@ def all_finite(tensor: torch.Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
     return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
+def not_finite(name: str, tensor: torch.Tensor, source: str, stored: torch.Tensor | None = None) -> WeightError:
+    """The error for a tensor with NaN or infinite values.
+
+    stored: the same before its conversion, where that is at hand; it tells a damaged file from too narrow a dtype.
+    """
+    import torch
+
+    dtype, limit = str(tensor.dtype).removeprefix("torch."), torch.finfo(tensor.dtype).max
+    wider = "Give the recipe `dtype: bfloat16` or `dtype: float32`"
+    if stored is not None and all_finite(stored):
+        size = stored.abs()
+        what = f"has {int((size > limit).sum())} values beyond {dtype}'s {limit:,.0f}, up to {float(size.max()):,.0f}"
+        return WeightError(f"{name} {what}", source, wider)
+    mend = "Restore the weights"
+    if stored is None and tensor.dtype == torch.float16 and not bool(tensor.isnan().any()):
+        mend = f"{wider} if the files hold larger values than float16's {limit:,.0f}, or restore the weights"
+    count = int((~torch.isfinite(tensor)).sum())
+    return WeightError(f"{name} has {count} values that are NaN or infinite", source, mend)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
