@@ -81,10 +81,11 @@ def plan_entries(module: PreTrainedModel, family: Family, options: GGUFOptions) 
 def sources(module: PreTrainedModel) -> Iterator[tuple[str, nn.Module, torch.Tensor | None]]:
     """Name, owner and value of every tensor; the value is None for the weight of a quantized layer. A tied head is
     left out."""
-    from ...runtime.kernels.formats import QUANTIZED
+    from ...runtime.kernels.formats import PACKED_INTEGERS, QUANTIZED
     from ..shards import stored_tensors
 
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, QUANTIZED)}
+    kinds = (*QUANTIZED, *PACKED_INTEGERS)
+    layers: dict[str, nn.Module] = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
     for name, layer in layers.items():
         yield f"{name}.weight", layer, None
     for name, tensor in stored_tensors(module, None).items():
@@ -173,10 +174,10 @@ def _quantized(target: str, name: str, layer: nn.Module, order: NDArray[Any] | N
 
 def codes_of(layer: Any) -> Codes | None:
     """A quantized layer's integers and scales; None for a layer whose grid is no grid of integers."""
-    from ...runtime.kernels.packed import PackedLinear
+    from ...runtime.kernels.formats import PACKED_INTEGERS
     from ...runtime.kernels.scaled import Int8Linear
 
-    if isinstance(layer, PackedLinear):
+    if isinstance(layer, PACKED_INTEGERS):
         state = layer.quant_state()
         scales = state.scales.float().cpu().numpy()
         middle = np.full(scales.shape, 2 ** (state.bits - 1), dtype=np.int16)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...runtime.kernels.packed import PackedLinear
+from ...runtime.kernels.formats import PACKED_INTEGERS
 from ...runtime.kernels.recognize import LinearPart
 from ...runtime.kernels.scaled import Int8Linear
 from .graph import MICROSOFT, Graph, Name, onnx_library
@@ -89,7 +89,7 @@ class Linears:
     def _weight(self, part: LinearPart) -> Weight:
         module: Any = part.module
         rows = slice(part.first, part.first + part.rows) if part.rows else slice(None)
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PACKED_INTEGERS):
             state = module.quant_state()
             zeros = None if state.zeros is None else state.zeros[rows]
             state = replace(state, codes=state.codes[rows], scales=state.scales[rows], zeros=zeros)

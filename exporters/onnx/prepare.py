@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...optimizer.base import Context
 from ...optimizer.errors import UsageError
+from ...runtime.kernels.formats import PACKED_INTEGERS, QUANTIZED
 from ...runtime.kernels.packed import PackedLinear, QuantScheme
 from ...runtime.kernels.scaled import Int8Linear
 from .settings import Choices
@@ -41,8 +42,6 @@ def prepare(model: nn.Module, choices: Choices, context: Context) -> None:
 
 def unpack_others(model: nn.Module, context: Context) -> None:
     """Replace quantized layers that are neither packed integers nor W8A8 int8 by plain ones with their values."""
-    from ...runtime.kernels.formats import QUANTIZED
-
     formats: dict[str, int] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, QUANTIZED) and not isinstance(module, (PackedLinear, Int8Linear)):
@@ -74,7 +73,7 @@ def turn_conv1d(model: nn.Module) -> None:
 def unpack(model: nn.Module) -> None:
     """Replace packed layers by plain ones, so that the reference does not unpack them at every step."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PACKED_INTEGERS):
             _make_plain(model, name, module)
 
 

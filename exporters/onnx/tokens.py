@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...optimizer.errors import UsageError
-from ...runtime.kernels.packed import PackedLinear
+from ...runtime.kernels.formats import PACKED_INTEGERS
 from ...runtime.kernels.recognize import LinearPart
 from .graph import MICROSOFT, Name, onnx_library
 from .linear import Linears
@@ -32,7 +32,7 @@ class TokenTable:
 
     def _shared_head(self) -> BlockWeight:
         module = self.head.module
-        weight = to_blocks(module.quant_state()) if isinstance(module, PackedLinear) else None
+        weight = to_blocks(module.quant_state()) if isinstance(module, PACKED_INTEGERS) else None
         if weight is None or weight.zeros is not None or weight.order is not None:
             raise UsageError(
                 "the embedding can only read the codes of a head of packed, symmetric weights",

@@ -10,6 +10,7 @@ from torch import nn
 from .dynamic_int8 import DynamicInt8Linear, DynamicInt8Scheme
 from .float4 import Float4Linear, Float4Scheme, MXFP4Linear, NVFP4Linear
 from .four_bit import FourBitLinear, FourBitScheme
+from .gptq_linear import GPTQLinear
 from .llm_int8 import LLMInt8Linear, LLMInt8Scheme
 from .packed import PackedLinear, QuantScheme
 from .scaled import Float8Linear, Int8Linear, ScaledLinear, ScaledScheme
@@ -24,6 +25,8 @@ LIBRARY_FORMATS: dict[str, tuple[type[QuantScheme], type[LibraryLinear]]] = {
 }
 QUANTIZED = (PackedLinear, ScaledLinear, Float4Linear, *(layer for _, layer in LIBRARY_FORMATS.values()))
 """All of them, for `isinstance`."""
+PACKED_INTEGERS = (PackedLinear, GPTQLinear)
+"""Layers whose `quant_state` is packed integers with scales and zero points, this package's and a GPTQ checkpoint's."""
 
 
 def layer_class(scheme: QuantScheme) -> type[QuantizedLinear]:
