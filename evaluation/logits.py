@@ -28,10 +28,12 @@ def window_logits(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[tup
     """
     import torch
 
+    from ..runtime.kernels.wide_products import wide_products
+
     check_vocabulary(windows, vocabulary_size(model))
     for index, row in enumerate(windows):
         ids = row.to(model.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), wide_products(ids.device):
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         if not bool(torch.isfinite(logits[-1].float()).any()):
             raise RunError(

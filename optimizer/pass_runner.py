@@ -105,7 +105,10 @@ class PassRunner:
 
         if not (item.streams and item.changes_weights):
             return None
+        from ..runtime.kernels.wide_products import slow_dtypes
+
         identity = {"threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
+        identity["wide"] = ", ".join(sorted(map(str, slow_dtypes())))
         if item.calibrates():
             from ..runtime.kernels.calibration import backend
 

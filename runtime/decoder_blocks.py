@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..optimizer.errors import RunError
+from .kernels.wide_products import wide_products
 from .tensor_files import Stored, read_stored
 
 
@@ -33,10 +34,11 @@ class BlockCall:
 
     def run(self, block: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """The block's output hidden state."""
-        if self.by_keyword:
-            output = block(*self.args, **{**self.kwargs, "hidden_states": hidden})
-        else:
-            output = block(hidden, *self.args, **self.kwargs)
+        with wide_products(hidden.device):
+            if self.by_keyword:
+                output = block(*self.args, **{**self.kwargs, "hidden_states": hidden})
+            else:
+                output = block(hidden, *self.args, **self.kwargs)
         return output if isinstance(output, torch.Tensor) else output[0]
 
 
@@ -155,7 +157,11 @@ def _capture_one(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor, pla
             raise StopForward
         return state
 
-    with _handing_on(blocks, visit, first_computes=not plain) as extra, suppress(StopForward):
+    with (
+        _handing_on(blocks, visit, first_computes=not plain) as extra,
+        suppress(StopForward),
+        wide_products(ids.device),
+    ):
         model(input_ids=ids, use_cache=False)
     if order != list(range(len(blocks))):
         raise RunError(
@@ -174,7 +180,7 @@ def logits_after(model: nn.Module, blocks: nn.ModuleList, ids: torch.Tensor, cap
     def visit(index: int, state: torch.Tensor, call: BlockCall) -> torch.Tensor:
         return captured.hidden if index == len(blocks) - 1 else state
 
-    with _handing_on(blocks, visit, captured.extra, first_computes=False):
+    with _handing_on(blocks, visit, captured.extra, first_computes=False), wide_products(captured.hidden.device):
         logits: torch.Tensor = model(input_ids=ids.to(captured.hidden.device), use_cache=False).logits
     return logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from llmopt.exporters.huggingface import HuggingFaceExporter
 from llmopt.optimizer.base import Context
 from llmopt.optimizer.calibration import Calibration
 from llmopt.optimizer.checkpoint import Checkpoint
-from llmopt.optimizer.errors import RunError
+from llmopt.optimizer.errors import RunError, WeightError
 from llmopt.optimizer.events import Event
 from llmopt.optimizer.model import LoadedModel
 from llmopt.optimizer.source_model import load_source, open_source
@@ -28,6 +29,7 @@ from llmopt.optimizer.sources import describe, resolve
 from llmopt.passes.quantize import Quantize
 from llmopt.passes.quantize import preflight as preflight_module
 from llmopt.runtime.decoder_blocks import capture, find_blocks
+from llmopt.runtime.kernels import wide_products
 from llmopt.runtime.lazy import LazyWeights, leading_blocks
 from llmopt.runtime.open import open_model
 from llmopt.runtime.tensor_files import Spec, locate, read_stored, write_tensors
@@ -142,7 +144,11 @@ def test_modules_are_filled_and_emptied(folder: Path) -> None:
     assert size == sum(t.nbytes for t in state(whole).values())
 
 
-def test_streamed_logits_are_the_whole_models(folder: Path) -> None:
+@pytest.mark.parametrize("wide", [True, False])
+def test_streamed_logits_are_the_whole_models(folder: Path, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors with products of 16-bit floats, and on those without."""
+    slow = frozenset({torch.float16, torch.bfloat16}) if wide else frozenset()
+    monkeypatch.setattr(wide_products, "slow_dtypes", lambda: slow)
     windows = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(1))
     whole = window_logits(load_source(resolve(folder)).module, windows)
     for (ids, logits), (expected_ids, expected) in zip(streamed_logits(lazy(folder), windows), whole, strict=True):
@@ -170,6 +176,32 @@ def test_weights_that_are_not_finite_are_named_as_they_are_read(folder: Path, tm
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(RunError, match=r"model\.layers\.2\.mlp\.up_proj\.weight has 1 values that are NaN"):
         list(streamed_logits(lazy(damaged), torch.zeros(1, 8, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_weights_beyond_the_dtype_are_named_with_the_dtypes_that_hold_them(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    wide = tmp_path / "wide"
+    shutil.copytree(folder, wide)
+    file = locate(sorted(wide.glob("*.safetensors")))[name].file
+    tensors = load_file(file)
+    tensors[name] = tensors[name].float()
+    tensors[name][3, 5] = -1e6
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = re.escape(f"{name} has 1 values beyond float16's 65,504, up to 1,000,000. Give the recipe `dtype: bf")
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(WeightError, match=message):
+        model = open_source(resolve(wide), "float16")
+        assert isinstance(model, LoadedModel)
+        list(streamed_logits(model, tokens))
+    with pytest.raises(WeightError, match=f"{name} has 1 values that are NaN or infinite.*float16's 65,504"):
+        load_source(resolve(wide), "float16")
+    opened = open_source(resolve(wide), "bfloat16")
+    assert isinstance(opened, LoadedModel)
+    assert all(bool(torch.isfinite(logits).all()) for _, logits in streamed_logits(opened, tokens))
 
 
 def test_what_cannot_stay_in_its_files_is_said(folder: Path, tmp_path: Path) -> None:
@@ -398,5 +430,6 @@ def test_an_artifact_that_is_too_large_is_proved_in_parts(folder: Path, tmp_path
     assert found["certificate"]["backend"] == "streamed"
     for sample in found["certificate"]["samples"]:
         ids = model.tokenizer(sample["prompt"], return_tensors="pt")["input_ids"]
-        expected = module.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=False)
+        with wide_products.wide_products():
+            expected = module.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=False)
         assert sample["token_ids"] == expected[0, ids.shape[1] :].tolist()
