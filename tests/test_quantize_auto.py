@@ -287,13 +287,26 @@ def test_a_limit_out_of_reach_names_the_smallest_that_is_not(auto: dict[str, Any
     assert caught.value.where == f"quantize.auto.{next(iter(auto))}"
 
 
+@pytest.mark.parametrize("auto", [{"target_bits": 16}, {"target_size": "1 TB"}])
+def test_a_limit_that_every_layer_meets_as_it_is_is_refused_before_the_run(auto: dict[str, Any]) -> None:
+    model, info = make(dtype=torch.bfloat16)
+    option = next(iter(auto))
+    for attempt in (lambda item: item.plan(info), lambda item: item.run(model, context(info))):
+        with pytest.raises(UsageError, match="every layer stay as it is .*unquantized") as caught:
+            attempt(Quantize(**AUTO, auto=auto))
+        assert caught.value.where == f"quantize.auto.{option}"
+    Quantize(**AUTO, auto={**auto, "bits": [4, 8]}).plan(info)  # all in 8 bits
+    own = {"*.down_proj": {"method": "rtn"}}
+    Quantize(**{**AUTO, "overrides": own}, auto=auto).plan(info)  # these are quantized whatever the limit
+
+
 def test_other_refusals() -> None:
     model, info = make()
     with pytest.raises(UsageError, match="none of the group sizes 40 divides the 64"):
         Quantize(method="auto", auto={"target_bits": 4.6, "group_sizes": [40]}, indivisible="smaller_group").plan(info)
     half, half_info = make(dtype=torch.bfloat16)
     with pytest.raises(UsageError, match="every layer stay"):
-        Quantize(**AUTO, auto={"target_bits": 16}).run(half, context(half_info))
+        Quantize(**AUTO, auto={"max_mean_kl": 1e-12}).run(half, context(half_info))
     with pytest.raises(RunError, match="no tokens"):
         Quantize(**AUTO, auto={"target_bits": 5}).run(model, context(info, Tokens(0)))
     model.module.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")

@@ -137,7 +137,7 @@ class Budget:
 def budget_of(units: Sequence[Unit], targets: Targets, config: Config, info: ModelInfo) -> Budget:
     """The limit in bytes; for `max_mean_kl` the size of the largest candidates.
 
-    Raises UsageError where a size is out of reach, naming the smallest that is not.
+    Raises UsageError where a size is out of reach, naming the smallest that is not, or leaves nothing to quantize.
     """
     options = limits_of(config)
     num_weights = sum(target.num_weights for unit in units for target in unit.targets)
@@ -158,7 +158,18 @@ def budget_of(units: Sequence[Unit], targets: Targets, config: Config, info: Mod
             where=f"quantize.auto.{budget.option}",
             what_to_do=f"Raise it, or allow fewer bits (now {', '.join(map(str, options.bits))}) or larger groups.",
         )
+    kept = [size for unit in units for size, own in zip(unit.sizes, unit.candidates) if own.scheme is None]
+    if not fixed and len(kept) == len(units) and budget.nbytes >= sum(kept):
+        raise nothing_to_quantize(
+            f"quantize.auto.{budget.option}", f"{budget.shown(budget.nbytes)}, unquantized {budget.shown(sum(kept))}"
+        )
     return budget
+
+
+def nothing_to_quantize(where: str, sizes: str = "") -> UsageError:
+    """The refusal of a limit that every layer meets as it is. sizes: both, where they are compared."""
+    what = "the limit lets every layer stay as it is"
+    return UsageError(f"{what} ({sizes})" if sizes else what, where, f"Lower it, or leave {KEEP} out of `bits`.")
 
 
 def assign(targets: Targets, units: Sequence[Unit], choice: Sequence[int]) -> Targets:
@@ -179,7 +190,5 @@ def assign(targets: Targets, units: Sequence[Unit], choice: Sequence[int]) -> Ta
             asked = target.asked_group_size if target.scheme.group_size == group else group
             modules.append(replace(target, scheme=candidate.scheme, method=candidate.method, asked_group_size=asked))
     if not modules:
-        raise UsageError(
-            "the limit lets every layer stay as it is", "quantize.auto", f"Lower it, or leave {KEEP} out of `bits`."
-        )
+        raise nothing_to_quantize("quantize.auto")
     return Targets(modules, targets.skipped + kept, targets.refusals, targets.notes)
