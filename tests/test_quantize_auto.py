@@ -292,7 +292,7 @@ def test_a_limit_that_every_layer_meets_as_it_is_is_refused_before_the_run(auto:
     model, info = make(dtype=torch.bfloat16)
     option = next(iter(auto))
     for attempt in (lambda item: item.plan(info), lambda item: item.run(model, context(info))):
-        with pytest.raises(UsageError, match="every layer stay as it is .*unquantized") as caught:
+        with pytest.raises(UsageError, match=r"every layer stay as it is .*unquantized") as caught:
             attempt(Quantize(**AUTO, auto=auto))
         assert caught.value.where == f"quantize.auto.{option}"
     Quantize(**AUTO, auto={**auto, "bits": [4, 8]}).plan(info)  # all in 8 bits
