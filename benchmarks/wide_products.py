@@ -42,9 +42,7 @@ def main() -> None:
     own = transformers.AutoModel.from_pretrained(args.model, dtype="auto").eval()
     ids = torch.randint(0, own.config.vocab_size, (4, 512), generator=torch.Generator().manual_seed(0))
     slow = ", ".join(sorted(str(d).removeprefix("torch.") for d in slow_dtypes())) or "no dtype"
-    print(
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {args.threads} thread(s); slow: {slow}\n"
-    )
+    print(f"{platform.machine()}, torch {torch.__version__}, {args.threads} thread(s); slow: {slow}\n")
     print("| dtype | plain, s | in float32, s | ratio | error plain | error in float32 |\n|---|---|---|---|---|---|")
     exact = hidden(own.float(), ids, wide=False)[0]
     for dtype in (torch.bfloat16, torch.float16):
