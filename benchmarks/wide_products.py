@@ -46,7 +46,9 @@ def main() -> None:
     print("| dtype | plain, s | in float32, s | ratio | error plain | error in float32 |\n|---|---|---|---|---|---|")
     exact = hidden(own.float(), ids, wide=False)[0]
     for dtype in (torch.bfloat16, torch.float16):
-        model, seconds, errors = own.to(dtype), {False: [], True: []}, {}
+        model = own.to(dtype)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        errors: dict[bool, float] = {}
         for _ in range(args.rounds):
             for wide in (False, True):
                 out, took = hidden(model, ids, wide)
