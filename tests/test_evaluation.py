@@ -16,6 +16,7 @@ from llmopt.evaluation.reference import Reference, write_reference
 from llmopt.evaluation.speed import measure_speed
 from llmopt.evaluation.texts import check_vocabulary, read_text, token_windows
 from llmopt.optimizer.errors import RunError, UsageError
+from llmopt.runtime.kernels.wide_products import wide_products
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -236,9 +237,9 @@ def test_speed_is_measured_through_any_backend(tiny_model: Path):
 
 
 def test_real_model_has_the_perplexity_that_transformers_computes(smollm2: Path, wikitext: str):
-    """Against the loss that transformers itself computes."""
+    """Against the loss that transformers itself computes, with the same products of bfloat16 values."""
     model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
     windows = token_windows(wikitext, AutoTokenizer.from_pretrained(smollm2), 256, 2)
-    with torch.inference_mode():
+    with torch.inference_mode(), wide_products():
         losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in windows]
     assert perplexity(model, windows).perplexity == pytest.approx(math.exp(sum(losses) / 2), rel=1e-4)
