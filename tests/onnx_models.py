@@ -44,11 +44,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Windows are shorter than the gate's long prompt, so that they decide; phi3 rotates half of each head."""
 
 
-def save_family(name: str, folder: Path, dtype: str = "float32") -> Path:
+def save_family(name: str, folder: Path, dtype: str = "float32", **changes: Any) -> Path:
     """A random model of that family with a real tokenizer, far enough from its initial weights to write varied text."""
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     gpt2 = {"vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
-    module = make_family(name, 5, **{**(gpt2 if name == "gpt2" else SIZES), **FAMILIES[name], **ids})
+    module = make_family(name, 5, **{**(gpt2 if name == "gpt2" else SIZES), **FAMILIES[name], **ids, **changes})
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.06)

@@ -13,6 +13,7 @@ from llmopt.optimizer.sources import resolve
 from llmopt.passes.quantize import Quantize
 from llmopt.runtime.kernels.gptq_linear import GPTQLinear
 from llmopt.runtime.open import open_model
+from safetensors.torch import load_file, save_file
 
 from . import gguf_models, onnx_models
 
@@ -61,6 +62,25 @@ def test_onnx_has_its_codes_and_its_answers(name: str, tiny: Path, tmp_path: Pat
     repeat = found.shape[1] // state.scales.shape[1]
     assert torch.equal(found, state.scales.float().repeat_interleave(repeat, 1))
     assert ("layers.1/mlp/down_proj.order" in tensors) == (name == "act order")
+
+
+def test_onnx_has_the_values_of_groups_that_do_not_divide_the_columns(tiny: Path, tmp_path: Path) -> None:
+    """64 and 128 columns in groups of 48, as GPTQModel writes them; the last one is shorter."""
+    pytest.importorskip("onnxruntime")
+    folder = checkpoint(tiny, tmp_path / "gptq", method="rtn", group_size=16)
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    for name, columns in ((n, len(t)) for n, t in tensors.items() if n.endswith(".g_idx")):
+        layer, groups = name.removesuffix("g_idx"), -(-columns // 48)
+        tensors[name] = (torch.arange(columns) // 48).int()
+        for kind in ("scales", "qzeros"):
+            tensors[layer + kind] = tensors[layer + kind][:groups].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    for path in (folder / "config.json", folder / "quantize_config.json"):
+        path.write_text(path.read_text().replace('"group_size": 16', '"group_size": 48'))
+    record, context = onnx_models.export(folder, tmp_path / "out")
+    assert record["linears"] == {"float": 15} and record["parity"]["prefill_max_difference"] < 1e-4
+    assert any("14 packed layers are written as plain weights" in note["message"] for note in context.notes)
 
 
 @pytest.mark.parametrize("name", ["w4", "w3 asymmetric"])

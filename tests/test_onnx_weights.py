@@ -10,6 +10,7 @@ import torch
 from llmopt.exporters.onnx import OnnxExporter
 from llmopt.exporters.onnx.nbits import BlockWeight, block_size, to_blocks
 from llmopt.exporters.onnx.prepare import round_linear, turn_conv1d
+from llmopt.optimizer.errors import UsageError
 from llmopt.runtime.kernels.packed import QuantScheme, QuantState, dequantize_codes
 from llmopt.tests.library_models import optimize
 from llmopt.tests.onnx_models import export, open_loaded, save_family, write_graph
@@ -79,6 +80,20 @@ def test_columns_in_another_order():
     assert torch.equal(values(weight), expected[:, weight.order])
 
 
+@pytest.mark.parametrize("order", ["in order", "mixed"])
+def test_groups_are_as_long_as_the_index_says(order):
+    """A GPTQ checkpoint's group size is the longest; its index may cut the columns otherwise."""
+    state = random_state(4, 32, 96, symmetric=False)
+    g_idx = torch.arange(96, dtype=torch.int32) // 32
+    if order == "mixed":
+        g_idx = g_idx[torch.randperm(96, generator=torch.Generator().manual_seed(0))]
+    weight = to_blocks(replace(state, group_size=48, g_idx=g_idx))
+    expected = dequantize_codes(state.codes, state.scales.double(), state.zeros, 4, g_idx)
+    assert weight.block == 32 and torch.equal(values(weight), expected[:, weight.order])
+    single = replace(random_state(4, 96, 96, True), group_size=128, g_idx=torch.zeros(96, dtype=torch.int32))
+    assert to_blocks(single).block == 32 and to_blocks(single).scales.shape == (6, 3)
+
+
 def test_groups_that_are_no_blocks():
     assert block_size(8, 96) is None and to_blocks(random_state(4, 8, 96, True)) is None
     assert block_size(72, 72) == 32 and block_size(40, 80) is None
@@ -89,6 +104,11 @@ def test_groups_that_are_no_blocks():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return save_family("llama", tmp_path_factory.mktemp("weights") / "llama", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return save_family("llama", tmp_path_factory.mktemp("tied") / "llama", "bfloat16", tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -141,15 +161,33 @@ def test_int8_inputs_are_measured_beside_the_exact_graph(flavor, tiny, tmp_path)
     assert not (tmp_path / "out" / "twin.onnx").exists()
 
 
-def test_a_head_that_the_embedding_reads(tiny, tmp_path):
-    export(tiny, tmp_path / "plain", dtype="bfloat16")
-    record, _ = export(tiny, tmp_path / "out", lm_head="int4", share_head=True, dtype="bfloat16")
+def test_a_head_that_the_embedding_reads(tied, tmp_path):
+    export(tied, tmp_path / "plain", dtype="bfloat16")
+    record, _ = export(tied, tmp_path / "out", lm_head="int4", share_head=True, dtype="bfloat16")
     graph = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph
     assert [node.op_type for node in graph.node].count("GatherBlockQuantized") == 1
     assert "embedding.weight" not in {tensor.name for tensor in graph.initializer}
     assert record["parity"]["prefill_max_difference"] < 1e-4
     saved = [(tmp_path / name / "model.onnx_data").stat().st_size for name in ("plain", "out")]
     assert saved[0] - saved[1] > 400 * 64  # more than a byte of each element of the embedding
+
+
+def test_an_embedding_reads_a_head_that_is_packed_in_the_artifact(tied, tmp_path):
+    """It was the embedding before it was quantized; its codes are another rounding of the same matrix."""
+    options = {"method": "rtn", "bits": 4, "group_size": 32, "lm_head": "quantize", "untie": True}
+    optimize(tied, tmp_path / "packed", **options)
+    record, _ = export(tmp_path / "packed", tmp_path / "out", share_head=True)
+    assert record["linears"] == {"MatMulNBits": 15} and record["parity"]["prefill_max_difference"] < 1e-4
+
+
+@pytest.mark.parametrize("head", ["stored", "int4"])
+def test_an_embedding_does_not_read_the_head_where_they_are_two_matrices(head, tiny, tmp_path):
+    source = tiny  # not tied
+    if head == "stored":
+        optimize(source, tmp_path / "packed", method="rtn", bits=8, group_size=32, lm_head="quantize")
+        source = tmp_path / "packed"
+    with pytest.raises(UsageError, match="the embedding and the head are two matrices"):
+        export(source, tmp_path / "out", lm_head=head, share_head=True)
 
 
 @pytest.mark.parametrize("flavor", ["genai", "ort"])

@@ -72,6 +72,22 @@ def test_other_dtypes_meta_tensors_and_few_rows_are_left_alone() -> None:
         assert torch.equal(F.linear(many, weight.float()), many @ weight.float().t())
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_mixtures_of_dtypes_stay_errors(dtype: torch.dtype) -> None:
+    x, weight = make(20, 48, dtype=dtype), make(33, 48, seed=1, dtype=dtype)
+    wrong = (
+        lambda: F.linear(x, weight.float()),
+        lambda: F.linear(x, weight, torch.zeros(33)),
+        lambda: x @ weight.float().t(),
+        lambda: F.scaled_dot_product_attention(x, x.float(), x),
+    )
+    for product in wrong:
+        with pytest.raises(RuntimeError, match="dtype"), WideProducts([dtype]):
+            product()
+    with WideProducts([dtype]):
+        assert F.linear(x, weight, torch.zeros((), dtype=dtype)).shape == (20, 33)
+
+
 def test_only_processors_without_the_instructions_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     def dtypes(machine: str, *flags: str) -> frozenset[torch.dtype]:
         monkeypatch.setattr(module.platform, "machine", lambda: machine)

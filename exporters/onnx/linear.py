@@ -102,7 +102,8 @@ class Linears:
             self.counts["int8"] += 1
             return IntegerWeight(module.weight[rows], module.weight_scale[rows].float().view(-1))
         self.counts["float"] += 1
-        return FloatWeight(module.weight.detach()[rows])
+        weight = module.dequantize() if isinstance(module, PACKED_INTEGERS) else module.weight
+        return FloatWeight(weight.detach()[rows])
 
     def _product(
         self,

@@ -67,20 +67,20 @@ def to_blocks(state: QuantState) -> BlockWeight | None:
     import torch
 
     rows, columns = state.codes.shape
-    codes, order = state.codes, None
+    codes, order, size = state.codes, None, state.group_size
     if state.g_idx is not None:
         groups = state.g_idx.long()
         counts = torch.bincount(groups, minlength=state.scales.shape[1])
         if not bool((counts == counts[0]).all()):
             return None
-        order = torch.argsort(groups, stable=True)
+        order, size = torch.argsort(groups, stable=True), columns // len(counts)
         codes = codes[:, order]
-    block = block_size(state.group_size, columns)
+    block = block_size(size, columns)
     if block is None:
         return None
     bits = 4 if state.bits <= 4 else 8
     blocks = -(-columns // block)
-    repeat = max(1, state.group_size // block) if state.group_size != columns else blocks
+    repeat = max(1, size // block) if size != columns else blocks
     scales = state.scales.float().repeat_interleave(repeat, 1)
     zeros = None
     if state.zeros is None:

@@ -69,18 +69,19 @@ class WideProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        first = args[0] if args else None
-        if (
-            isinstance(first, torch.Tensor)
-            and first.dtype in self.dtypes
-            and not first.is_meta
-            and "out" not in options
-        ):
+        if "out" not in options and self._takes(args):
             if func is F.linear:
                 return _linear(*args, **options)
             if func in MATRIX_PRODUCTS or func is F.scaled_dot_product_attention:
-                return _converted(func, first.dtype, args, options)
+                return _converted(func, args[0].dtype, args, options)
         return func(*args, **options)
+
+    def _takes(self, args: tuple[Any, ...]) -> bool:
+        """Whether all tensors but masks of truth values have one of the dtypes: torch refuses mixtures."""
+        found = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype != torch.bool]
+        if not found or found[0] is not args[0] or found[0].dtype not in self.dtypes:
+            return False
+        return all(tensor.dtype == found[0].dtype and not tensor.is_meta for tensor in found)
 
 
 def _converted(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -92,7 +93,8 @@ def _converted(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ..
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     rows = input.numel() // max(1, input.shape[-1])
-    if rows < FEW or weight.dim() != 2 or weight.dtype != input.dtype:
+    same = weight.dtype == input.dtype and (bias is None or (bias.dtype == input.dtype and bias.dim() == 1))
+    if rows < FEW or weight.dim() != 2 or not same:
         return F.linear(input, weight, bias)
     wide_bias = None if bias is None else bias.float()
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias))
