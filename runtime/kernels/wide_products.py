@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 FEW = 8
 """Rows below which reading the weight takes longer than multiplying by it, so that a copy would not pay."""
-WEIGHT_PART = 1 << 24
-"""Weights that are converted at once (64 MiB)."""
+WEIGHT_PART = 1 << 22
+"""Weights that are converted at once (16 MiB)."""
 TOKEN_PART = 1024
 """Rows of inputs that are converted at once."""
 MATRIX_PRODUCTS = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__)
