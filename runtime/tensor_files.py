@@ -236,13 +236,13 @@ def not_finite(name: str, tensor: torch.Tensor, source: str, stored: torch.Tenso
     dtype, limit = str(tensor.dtype).removeprefix("torch."), torch.finfo(tensor.dtype).max
     wider = "Give the recipe `dtype: bfloat16` or `dtype: float32`"
     if stored is not None and all_finite(stored):
-        size = stored.abs()
+        size = stored.abs() if stored.element_size() > 1 else stored.float().abs()
         what = f"has {int((size > limit).sum())} values beyond {dtype}'s {limit:,.0f}, up to {float(size.max()):,.0f}"
         return WeightError(f"{name} {what}", source, wider)
-    mend = "Restore the weights"
-    if stored is None and tensor.dtype == torch.float16 and not bool(tensor.isnan().any()):
+    mend, values = "Restore the weights", tensor if tensor.element_size() > 1 else tensor.float()
+    if stored is None and tensor.dtype == torch.float16 and not bool(values.isnan().any()):
         mend = f"{wider} if the files hold larger values than float16's {limit:,.0f}, or restore the weights"
-    count = int((~torch.isfinite(tensor)).sum())
+    count = int((~torch.isfinite(values)).sum())
     return WeightError(f"{name} has {count} values that are NaN or infinite", source, mend)
 
 

@@ -172,12 +172,11 @@ def test_a_head_that_the_embedding_reads(tied, tmp_path):
     assert saved[0] - saved[1] > 400 * 64  # more than a byte of each element of the embedding
 
 
-def test_an_embedding_reads_a_head_that_is_packed_in_the_artifact(tied, tmp_path):
-    """It was the embedding before it was quantized; its codes are another rounding of the same matrix."""
+def test_an_embedding_does_not_read_a_head_that_was_rounded_without_it(tied, tmp_path):
     options = {"method": "rtn", "bits": 4, "group_size": 32, "lm_head": "quantize", "untie": True}
     optimize(tied, tmp_path / "packed", **options)
-    record, _ = export(tmp_path / "packed", tmp_path / "out", share_head=True)
-    assert record["linears"] == {"MatMulNBits": 15} and record["parity"]["prefill_max_difference"] < 1e-4
+    with pytest.raises(UsageError, match="the embedding and the head are two matrices"):
+        export(tmp_path / "packed", tmp_path / "out", share_head=True)
 
 
 @pytest.mark.parametrize("head", ["stored", "int4"])

@@ -32,7 +32,7 @@ from llmopt.runtime.decoder_blocks import capture, find_blocks
 from llmopt.runtime.kernels import wide_products
 from llmopt.runtime.lazy import LazyWeights, leading_blocks
 from llmopt.runtime.open import open_model
-from llmopt.runtime.tensor_files import Spec, locate, read_stored, write_tensors
+from llmopt.runtime.tensor_files import Spec, locate, not_finite, read_stored, write_tensors
 
 GPTQ: dict[str, Any] = {"method": "gptq", "bits": 4, "group_size": 32}
 
@@ -202,6 +202,12 @@ def test_weights_beyond_the_dtype_are_named_with_the_dtypes_that_hold_them(
     opened = open_source(resolve(wide), "bfloat16")
     assert isinstance(opened, LoadedModel)
     assert all(bool(torch.isfinite(logits).all()) for _, logits in streamed_logits(opened, tokens))
+
+
+def test_a_damaged_float8_tensor_is_named_too() -> None:
+    tensor = torch.tensor([1.0, float("nan"), 2.0]).to(torch.float8_e4m3fn)
+    expected = "m: layer.weight has 1 values that are NaN or infinite. Restore the weights"
+    assert str(not_finite("layer.weight", tensor, "m")) == expected
 
 
 def test_what_cannot_stay_in_its_files_is_said(folder: Path, tmp_path: Path) -> None:

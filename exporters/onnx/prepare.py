@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from ...optimizer.runtime_spec import RuntimeSpec
 
-DIFFERENT = 0.5
-"""Relative difference above which two matrices are not one and its rounding; that of int4 is some 0.1."""
 HEADS = {"int8": QuantScheme(8, -1), "int4": QuantScheme(4, 32)}
 """Rounded heads; the grids are the RuntimeSpec's (`LinearSpec.lm_head`)."""
 
@@ -36,10 +34,10 @@ def prepare(model: nn.Module, choices: Choices, context: Context) -> None:
     turn_conv1d(model)
     model.float()
     cast("PreTrainedModel", model).set_attn_implementation("eager")
+    if choices.share_head:
+        require_one_matrix(model)
     if choices.lm_head != "stored":
         round_head(model, choices)
-    if choices.share_head:
-        share_head(model)
     if choices.dtype == "bfloat16":
         round_plain(model, choices, context)
 
@@ -126,21 +124,20 @@ def round_head(model: nn.Module, choices: Choices) -> None:
     except ValueError as error:
         raise UsageError(f"the head cannot be rounded: {error}", "onnx.lm_head", "Set `lm_head: stored`") from None
     whole.set_output_embeddings(packed)
+    if choices.share_head:
+        whole.get_input_embeddings().weight = nn.Parameter(packed.dequantize(), requires_grad=False)
 
 
-def share_head(model: nn.Module) -> None:
-    """Give the embedding the values of a packed head, whose codes it is going to read. Raises UsageError where the two
-    are different matrices, so that no rounding makes one of the other."""
-    from torch import nn
+def require_one_matrix(model: nn.Module) -> None:
+    """Raise UsageError where the head and the embedding have other values than each other, so that the embedding cannot
+    read the head's: they were never tied, or one was changed (rounded, or a norm folded into it) without the other."""
+    import torch
 
     whole: Any = model
-    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
-    if not isinstance(head, PACKED_INTEGERS):
-        return  # refused where the graph is written
-    values, own = head.dequantize().detach().float(), embedding.weight.detach().float()
-    if values.shape != own.shape or float((values - own).norm()) > DIFFERENT * float(own.norm()):
+    head, own = whole.get_output_embeddings(), whole.get_input_embeddings().weight.detach()
+    values = (head.dequantize() if isinstance(head, PACKED_INTEGERS) else head.weight).detach()
+    if values.shape != own.shape or not torch.equal(values.float(), own.float()):
         raise UsageError("the embedding and the head are two matrices", "onnx.share_head", "Leave share_head off")
-    embedding.weight = nn.Parameter(values, requires_grad=False)
 
 
 def round_linear(linear: nn.Linear, scheme: QuantScheme) -> PackedLinear:
