@@ -3,7 +3,8 @@
 Without AVX-512's or AMX's bfloat16 instructions torch multiplies bfloat16 matrices some five times slower than float32
 ones, and float16 without AVX-512 FP16 twelve times. Within `wide_products` such a product is computed on float32
 copies and its result rounded once, which is what the instructions do: every product of two 16-bit floats is exact in
-float32, and sums are kept in it. The copies are small, because weights and tokens are taken in parts.
+float32, and sums are kept in it. Linear layers take weights and tokens in parts, unless a gradient is recorded, so that
+their copies are small; other products copy their factors whole.
 """
 
 from __future__ import annotations
