@@ -20,14 +20,16 @@ def streamed_logits(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each row of `windows` (int64 `[length]`): its ids `[length]` and the logits `[length - 1, vocab]`.
 
-    The values of `logits.window_logits`, bit for bit: every window runs by itself through the same operations. Held are
-    one hidden state a window, one block, and at the ends what lies outside the blocks. Raises RunError where logits are
-    not numbers.
+    The values of `logits.window_logits`, bit for bit: every window runs by itself through the same operations (only
+    those of a head of some 64 MiB and more may differ in last bits, see `head_parts.py`). Held are one hidden state a
+    window, one block, and at the ends what lies outside the blocks, but rows and parts of large tables. Raises RunError
+    where logits are not numbers.
     """
     import torch
 
     from ..runtime.decoder_blocks import capture, evaluation_mode, find_blocks, logits_after
     from ..runtime.embedding_rows import loaded_around
+    from ..runtime.head_parts import head_by_parts
     from ..runtime.lazy import outside_blocks
 
     module = model.module
@@ -45,7 +47,7 @@ def streamed_logits(
             with model.loaded(f"{name}.{index}"):
                 for batch in captured:
                     batch.hidden = batch.calls[index].run(block, batch.hidden)
-    with loaded_around(model, *around):
+    with head_by_parts(model, *around) as filled, loaded_around(model, *filled):
         for index, (ids, batch) in enumerate(zip(rows, captured)):
             with torch.inference_mode(), evaluation_mode(module):
                 logits = logits_after(module, blocks, ids, batch)[0, :-1]

@@ -39,7 +39,7 @@ def lazy(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, *
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
     }  # fmt: skip
-    config = AutoConfig.for_model(architecture, **{**sizes, **ARCHITECTURES[architecture], **changes})
+    config = AutoConfig.for_model(architecture, **{**sizes, **ARCHITECTURES.get(architecture, {}), **changes})
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     opened = open_lazy(folder, config, dtype, architecture)
     assert not isinstance(opened, str), opened
