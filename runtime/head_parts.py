@@ -36,7 +36,7 @@ def head_by_parts(model: LoadedModel, *names: str) -> Iterator[list[str]]:
         return _product(model, name, head, states)
 
     before = head.__dict__.get("forward")
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward  # type: ignore[method-assign,assignment]
     try:
         yield [other for other in names if other != name]
     finally:

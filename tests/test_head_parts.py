@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def filled(model: LoadedModel) -> list[torch.Tensor]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi"])
 def test_logits_are_those_of_the_whole_head(architecture: str, tied: bool, tmp_path: Path) -> None:
     """gemma2 caps its logits; phi's head has a bias."""
-    changes = {"tie_word_embeddings": tied} | ({"head_dim": 8} if architecture == "gemma2" else {})
+    changes: dict[str, Any] = {"tie_word_embeddings": tied} | ({"head_dim": 8} if architecture == "gemma2" else {})
     if architecture == "gemma2":
         changes |= {"final_logit_softcapping": 2.0, "layer_types": ["sliding_attention", "full_attention"]}
     model = lazy(tmp_path, architecture, torch.float32, **changes)

@@ -47,7 +47,7 @@ void Activations::pack_row(int row, const float* x, int k, float* scratch) {
 #if LLMOPT_AVX512
       for (int i = 0; i < kp; i += 32) {
         alignas(64) uint8_t units[64];
-        _mm512_store_si512(units, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i)));
+        _mm512_store_si512(units, to_bf16(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i)));
         for (int u = 0; u < 16; ++u, out += step) std::memcpy(out, units + 4 * u, 4);
       }
 #else

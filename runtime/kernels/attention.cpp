@@ -30,7 +30,7 @@ float softmax_row(const Span& span, int m, float* s, uint8_t* p) {
     for (int i = 0; i < n; i += 16) {
       const __m512 e = exp_short(_mm512_loadu_ps(s + i), shift);
       sum = _mm512_add_ps(sum, e);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 2 * i), (__m256i)_mm512_cvtneps_pbh(e));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 2 * i), to_bf16(e));
     }
   } else {
     for (int i = 0; i < n; i += 16) {

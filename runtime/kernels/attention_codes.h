@@ -43,7 +43,7 @@ inline size_t tail_at(const CacheShape& shape, const int32_t* tail, int quarter,
 }
 
 #if LLMOPT_AVX512
-inline __m512i bf16_pairs(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+inline __m512i bf16_pairs(__m512 low, __m512 high) { return to_bf16(high, low); }
 #endif
 
 // A codec turns one unit of codes, 32 lanes, into kPairs units of bfloat16 pairs: [2 halves][kPairs] registers, or

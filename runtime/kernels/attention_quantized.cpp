@@ -47,7 +47,7 @@ void numerators(const Piece& piece, int m, float* s, uint8_t* p, float* state) {
     const __m512 e = _mm512_maskz_mov_ps(seen, exp_short(x, shift));
     sum = _mm512_add_ps(sum, e);
     const __m512 scaled = _mm512_maskz_mul_ps(seen, e, _mm512_loadu_ps(piece.value_scales + i));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 2 * i), (__m256i)_mm512_cvtneps_pbh(scaled));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 2 * i), to_bf16(scaled));
   }
   total = _mm512_reduce_add_ps(sum);
 #else

@@ -17,16 +17,16 @@ from . import build
 from .native import library
 
 NATIVE = "native"
-AVX512 = 2
-"""`llmopt_isa` of a library with bfloat16 products."""
+PORTABLE = 1
+"""`llmopt_isa` of a library without bfloat16 products."""
 
 
 @lru_cache(maxsize=1)
 def backend() -> str:
     """Where outer products are computed: `native`, or `torch` and why."""
     reason = build.unavailable_reason()
-    if reason is None and library().llmopt_isa() != AVX512:
-        reason = "the processor has no bfloat16 products"
+    if reason is None and library().llmopt_isa() == PORTABLE:
+        reason = "the processor has no AVX-512 with VNNI"
     return NATIVE if reason is None else f"torch ({reason})"
 
 

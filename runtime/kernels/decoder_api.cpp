@@ -52,10 +52,12 @@ void llmopt_decoder_profile(Decoder* decoder, int enabled, int64_t* out) {
   }
 }
 
-// 2 with the AVX-512 VNNI + BF16 paths, 1 with portable code.
+// 3 with AVX-512 VNNI, 2 with BF16 beside it, 1 with portable code.
 int llmopt_isa() {
-#if LLMOPT_AVX512
+#if LLMOPT_BF16
   return 2;
+#elif LLMOPT_AVX512
+  return 3;
 #else
   return 1;
 #endif

@@ -24,7 +24,7 @@ struct GroupGrid {
       even = _mm512_sub_ps(even, shift[half]);
       odd = _mm512_sub_ps(odd, shift[half]);
     }
-    const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(odd, scale[half]), _mm512_mul_ps(even, scale[half]));
+    const __m512i words = to_bf16(_mm512_mul_ps(odd, scale[half]), _mm512_mul_ps(even, scale[half]));
     return _mm512_permutexvar_epi16(_mm512_load_si512(interleave), words);
   }
 };
@@ -94,10 +94,10 @@ struct WideCodes {
   }
   __m512i unit(__m512i r, int j) const {
     const __m512 zero = _mm512_set1_ps(kBase + kZero);
-    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_sub_ps(value(r, j, 1), zero), _mm512_sub_ps(value(r, j, 0), zero));
+    return to_bf16(_mm512_sub_ps(value(r, j, 1), zero), _mm512_sub_ps(value(r, j, 0), zero));
   }
   __m512i weights(const Grid& grid, __m512i r, int j, int half) const {
-    return (__m512i)_mm512_cvtne2ps_pbh(grid.weight(value(r, j, 1), 2 * half + 1), grid.weight(value(r, j, 0), 2 * half));
+    return to_bf16(grid.weight(value(r, j, 1), 2 * half + 1), grid.weight(value(r, j, 0), 2 * half));
   }
 };
 

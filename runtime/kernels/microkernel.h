@@ -25,7 +25,7 @@ inline __m512 multiply_add<F32Op>(__m512 acc, __m512i b, __m512i a) {
 }
 template <>
 inline __m512 multiply_add<BF16Op>(__m512 acc, __m512i b, __m512i a) {
-  return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a);
+  return add_pair_products(acc, b, a);
 }
 inline __m512i broadcast_unit(const uint8_t* p) {
   int32_t v;

@@ -116,8 +116,8 @@ def library() -> ctypes.CDLL:
 
 
 def instruction_set() -> str:
-    """Which code paths the library was compiled with: `avx512-vnni-bf16` or `portable`."""
-    return {2: "avx512-vnni-bf16", 1: "portable"}[library().llmopt_isa()]
+    """Which code paths the library was compiled with: `avx512-vnni-bf16`, `avx512-vnni` or `portable`."""
+    return {3: "avx512-vnni", 2: "avx512-vnni-bf16", 1: "portable"}[library().llmopt_isa()]
 
 
 def set_num_threads(threads: int) -> None:

@@ -1,7 +1,8 @@
 // Numeric primitives shared by all kernels: bfloat16 conversion, exp/tanh, row reductions, aligned memory.
 //
 // Two instruction paths exist and are fixed at compile time, because the library is compiled on the machine that runs it:
-// AVX-512 with VNNI and BF16 (LLMOPT_AVX512), and portable C++ that the compiler vectorizes as it can.
+// AVX-512 with VNNI (LLMOPT_AVX512), and portable C++ that the compiler vectorizes as it can. The former has bfloat16
+// products and conversions as instructions where the processor has BF16, else as a few integer and float ones.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -11,9 +12,12 @@
 #include <new>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
-    defined(__AVX512VNNI__) && defined(__AVX512BF16__) && !defined(LLMOPT_PORTABLE)
+    defined(__AVX512VNNI__) && !defined(LLMOPT_PORTABLE)
 #define LLMOPT_AVX512 1
 #include <immintrin.h>
+#if defined(__AVX512BF16__)
+#define LLMOPT_BF16 1
+#endif
 #endif
 
 namespace llmopt {
@@ -67,6 +71,32 @@ inline uint16_t f32_to_bf16(float value) {
 }
 
 #if LLMOPT_AVX512
+#if LLMOPT_BF16
+// 16 floats as bfloat16, rounded to nearest, ties to even; NaN stays NaN.
+inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+// 32 floats, those of `low` first.
+inline __m512i to_bf16(__m512 high, __m512 low) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+// acc + a1 b1 + a0 b0 of the two bfloat16 numbers in each lane of 32 bits.
+inline __m512 add_pair_products(__m512 acc, __m512i b, __m512i a) { return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a); }
+#else
+// Each float's bfloat16 in the upper half of its lane; what the lower half holds means nothing.
+inline __m512i bf16_in_upper_half(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+}
+inline __m256i to_bf16(__m512 x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_in_upper_half(x), 16)); }
+inline __m512i to_bf16(__m512 high, __m512 low) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(to_bf16(low)), to_bf16(high), 1);
+}
+inline __m512 add_pair_products(__m512 acc, __m512i b, __m512i a) {
+  const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m512 b1 = _mm512_castsi512_ps(_mm512_and_si512(b, odd)), a1 = _mm512_castsi512_ps(_mm512_and_si512(a, odd));
+  const __m512 b0 = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), a0 = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
+  return _mm512_fmadd_ps(b0, a0, _mm512_fmadd_ps(b1, a1, acc));
+}
+#endif
 // exp by 2^n * p(r), r in [-ln2/2, ln2/2], degree-6 polynomial: relative error below 2e-7; underflows to 0 below -87.3.
 inline __m512 exp16(__m512 x) {
   const __m512 log2e = _mm512_set1_ps(1.44269504088896341f);
@@ -170,7 +200,7 @@ inline void round_to_bf16(float* x, int n) {
 #if LLMOPT_AVX512
   for (int i = 0; i < n; i += 16) {
     const __mmask16 k = tail_mask(n - i);
-    const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(k, x + i));
+    const __m256i half = to_bf16(_mm512_maskz_loadu_ps(k, x + i));
     _mm512_mask_storeu_ps(x + i, k, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)));
   }
 #else
