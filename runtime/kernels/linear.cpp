@@ -15,6 +15,13 @@ void unpack_int4(const Linear& l, const uint8_t* tile, uint8_t* out) {
 }
 
 #if !LLMOPT_AVX512
+inline uint32_t float_bits(int value) {
+  const float number = static_cast<float>(value);
+  uint32_t bits;
+  std::memcpy(&bits, &number, 4);
+  return bits;
+}
+
 // Turns a tile of codes in the plain order into bfloat16 or float units of (code - zero): both hold integers up to 255
 // exactly.
 void unpack_values(const Linear& l, const uint8_t* tile, uint8_t* out) {
@@ -22,19 +29,19 @@ void unpack_values(const Linear& l, const uint8_t* tile, uint8_t* out) {
   for (int i = 0; i < l.kp / 4; ++i) {
     const int u = i % units;
     const uint8_t* c = tile + i / units * l.group_bytes + (l.weight == W_INT4 ? (u / 2) * 128 : u * 128);
-    const int shift = l.weight == W_INT4 ? (u & 1) * 4 : 0, mask = l.weight == W_INT4 ? 15 : 255;
-    if (l.activation == X_BF16) {
-      uint16_t* o = reinterpret_cast<uint16_t*>(out);
-      for (int n = 0; n < kLanes; ++n)
-        for (int b = 0; b < 4; ++b)
-          o[(b / 2) * 64 + 2 * n + b % 2] = f32_to_bf16(static_cast<float>(((c[4 * n + b] >> shift) & mask) - zero));
-      out += 2 * 4 * kLanes;
-    } else {
-      float* o = reinterpret_cast<float*>(out);
-      for (int b = 0; b < 4; ++b)
-        for (int n = 0; n < kLanes; ++n)
-          o[b * kLanes + n] = static_cast<float>(((c[4 * n + b] >> shift) & mask) - zero);
-      out += 4 * 4 * kLanes;
+    const int shift = l.weight == W_INT4 ? (u & 1) * 4 : 0;
+    const uint32_t mask = l.weight == W_INT4 ? 15 : 255;
+    uint32_t words[kLanes];  // four codes each
+    std::memcpy(words, c, sizeof words);
+    const int parts = l.activation == X_BF16 ? 2 : 4, numbers = 4 / parts;
+    for (int part = 0; part < parts; ++part, out += 4 * kLanes) {
+      uint32_t unit[kLanes];
+      for (int n = 0; n < kLanes; ++n) {
+        const uint32_t codes = words[n] >> (8 * numbers * part + shift);
+        const uint32_t first = float_bits(static_cast<int>(codes & mask) - zero);
+        unit[n] = numbers == 1 ? first : first >> 16 | (float_bits(static_cast<int>((codes >> 8) & mask) - zero) & 0xffff0000u);
+      }
+      std::memcpy(out, unit, sizeof unit);
     }
   }
 }

@@ -40,16 +40,15 @@ struct Integer {
         int32_t acc[MR][kLanes];
         std::memset(acc, 0, sizeof acc);
         for (int u = 0; u < p.units; ++u, a += 4 * MR) {
-          for (int m = 0; m < MR; ++m)
-            for (int n = 0; n < kLanes; ++n) {
-              int32_t sum = 0;
-              for (int i = 0; i < 4; ++i) {
-                int code = w[4 * n + i];
-                if (kInt4) code = (u & 1) ? code >> 4 : code & 15;
-                sum += code * a[4 * m + i];
-              }
-              acc[m][n] += sum;
+          int32_t codes[4][kLanes];  // by their place in the unit, so that lanes lie side by side
+          for (int n = 0; n < kLanes; ++n)
+            for (int i = 0; i < 4; ++i) {
+              const int32_t byte = w[4 * n + i];
+              codes[i][n] = !kInt4 ? byte : (u & 1) ? byte >> 4 : byte & 15;
             }
+          for (int m = 0; m < MR; ++m)
+            for (int i = 0; i < 4; ++i)
+              for (int n = 0; n < kLanes; ++n) acc[m][n] += codes[i][n] * a[4 * m + i];
           if (!kInt4 || (u & 1)) w += 4 * kLanes;
         }
         for (int m = 0; m < MR; ++m)

@@ -76,22 +76,33 @@ struct Accumulator {
 
 #else
 
+// The numbers of 32 lanes by their place in a unit, and those of one unit of A, as floats.
 template <class Op>
-inline float unit_product(const uint8_t* b, const uint8_t* a);
+struct UnitFloats;
 template <>
-inline float unit_product<F32Op>(const uint8_t* b, const uint8_t* a) {
-  float x, y;
-  std::memcpy(&x, a, 4);
-  std::memcpy(&y, b, 4);
-  return x * y;
-}
+struct UnitFloats<F32Op> {
+  float b[1][kLanes], a[1];
+  inline void load_lanes(const uint8_t* p) { std::memcpy(b[0], p, sizeof b[0]); }
+  inline void load_row(const uint8_t* p) { std::memcpy(a, p, sizeof a); }
+};
 template <>
-inline float unit_product<BF16Op>(const uint8_t* b, const uint8_t* a) {
-  uint16_t x[2], y[2];
-  std::memcpy(x, a, 4);
-  std::memcpy(y, b, 4);
-  return bf16_to_f32(x[0]) * bf16_to_f32(y[0]) + bf16_to_f32(x[1]) * bf16_to_f32(y[1]);
-}
+struct UnitFloats<BF16Op> {
+  float b[2][kLanes], a[2];
+  inline void load_lanes(const uint8_t* p) {
+    uint32_t pairs[kLanes], low[kLanes];
+    std::memcpy(pairs, p, sizeof pairs);
+    for (int n = 0; n < kLanes; ++n) low[n] = pairs[n] << 16;
+    for (int n = 0; n < kLanes; ++n) pairs[n] &= 0xffff0000u;
+    std::memcpy(b[0], low, sizeof low);
+    std::memcpy(b[1], pairs, sizeof pairs);
+  }
+  inline void load_row(const uint8_t* p) {
+    uint32_t pair;
+    std::memcpy(&pair, p, 4);
+    const uint32_t both[2] = {pair << 16, pair & 0xffff0000u};
+    std::memcpy(a, both, sizeof both);
+  }
+};
 
 template <int MR>
 struct Accumulator {
@@ -109,9 +120,15 @@ struct Accumulator {
   }
   template <class Op>
   inline void run(const uint8_t* a, size_t a_unit, size_t a_row, const uint8_t* b, size_t b_unit, int units) {
-    for (int u = 0; u < units; ++u, a += a_unit, b += b_unit)
-      for (int m = 0; m < MR; ++m)
-        for (int n = 0; n < kLanes; ++n) v[m][n] += unit_product<Op>(b + 4 * n, a + m * a_row);
+    UnitFloats<Op> unit;
+    for (int u = 0; u < units; ++u, a += a_unit, b += b_unit) {
+      unit.load_lanes(b);
+      for (int m = 0; m < MR; ++m) {
+        unit.load_row(a + m * a_row);
+        for (int i = 0; i < Op::kPerUnit; ++i)
+          for (int n = 0; n < kLanes; ++n) v[m][n] += unit.b[i][n] * unit.a[i];
+      }
+    }
   }
 };
 
