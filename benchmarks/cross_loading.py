@@ -11,7 +11,7 @@ again from the JSON by `--report`. Layers that quantize their inputs have our to
 second table says how far any two readers are from each other.
 
 A reader whose arithmetic is ours should give every token; elsewhere bfloat16 kernels round otherwise and texts part at
-a near-tie. How far readers are from each other is said by the mean KL over the window (vLLM: over its first 64 tokens)
+a near-tie. How far readers are from each other is said by the mean KL over the window
 and by the mean difference of the log-probability of the window's own tokens.
 """
 
@@ -23,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPTQModel desc_act": ("gptqmodel", {**W4, "sym": True, "desc_act": True, "act_group_aware": False}),
     "llm-compressor": ("llmcompressor", W4),
     "llmopt W8A8": ("llmopt", nearest(method="rtn", activations="int8")),
+    "llmopt smoothquant": ("llmopt", nearest(method="smoothquant")),
     "llmopt fp8": ("llmopt", nearest(method="fp8")),
     "llmopt mxfp4": ("llmopt", nearest(method="mxfp4")),
     "llmopt nvfp4": ("llmopt", nearest(method="nvfp4")),
@@ -74,7 +76,7 @@ TENSORS_READERS = (
 )  # fmt: skip
 LIBRARY_READERS = TENSORS_READERS[:4]
 """Of bitsandbytes' and torchao's layers, which transformers reads with those libraries, in this environment."""
-INPUTS_READERS = (("llmopt-static", "bfloat16"), ("llmopt-static", "float32"), *TENSORS_READERS)
+INPUTS_READERS = (("llmopt-static", "bfloat16"), ("llmopt-static", "float32"), *TENSORS_READERS, ("vllm", "float32"))
 """Of layers that quantize their inputs. Our torch layers are the reference, whose arithmetic is that of transformers
 where it can be; how far the native engine is from them says what roundings before such a layer do.
 """
@@ -92,13 +94,13 @@ READERS = {
 
 def quantizes_inputs(name: str) -> bool:
     """Whether the checkpoint's layers quantize their inputs."""
-    return name in ("llmopt bnb-int8", "llmopt dynamic-int8", "llmopt W8A8", "llmopt fp8")
+    return name in ("llmopt bnb-int8", "llmopt dynamic-int8", "llmopt W8A8", "llmopt smoothquant", "llmopt fp8")
 
 
-def readers_of(name: str) -> tuple[tuple[str, str], ...]:
+def readers_of(name: str) -> Sequence[tuple[str, str]]:
     """Who opens a checkpoint, and in which dtype."""
     if quantizes_inputs(name):
-        return INPUTS_READERS[:-1] if "int8" in name else INPUTS_READERS
+        return [reader for reader in INPUTS_READERS if reader[0] != "vllm" or "int8" not in name]
     if "bnb" in name:
         return LIBRARY_READERS
     return GPTQ_READERS if "gptq" in name.lower() else TENSORS_READERS

@@ -6,7 +6,7 @@ Makers (`make-*`) take `model`, `out`, `tokens` (JSON file of calibration sequen
 `model`, `prompts` (lists of ids), `new` (tokens to continue each by, greedy, end-of-text ignored), `window` (ids that
 are scored) and `dtype`. The last line printed is JSON: of a reader `tokens` (lists of ids), `chosen` (log-probability
 of each token of the window after the first), `top` (most likely token there) and `about`; with `logits` in the job, a
-path, its full log-probabilities are written there, float32 [window - 1, vocabulary] (vLLM's: of its first tokens).
+path, its full log-probabilities are written there, float32 [window - 1, vocabulary].
 Only the standard library is imported before the worker starts, so that any venv can run this file.
 """
 
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 Job = dict[str, Any]
-FULL = 64
-"""Tokens of the window for which vLLM is asked for its full distributions."""
 
 
 def sequences(job: Job) -> list[list[int]]:
@@ -202,14 +200,14 @@ def read_vllm(job: Job) -> dict[str, Any]:
 
 
 def _save_vllm(llm: Any, job: Job) -> None:
-    """Full log-probabilities after each of the first tokens of the window: vLLM makes an object of every one."""
+    """Full log-probabilities after each token of the window: vLLM makes an object of every one."""
     import numpy
     import vllm
 
     every = vllm.SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
     )  # fmt: skip
-    (found,) = llm.generate([{"prompt_token_ids": job["window"][:FULL]}], every, use_tqdm=False)
+    (found,) = llm.generate([{"prompt_token_ids": job["window"]}], every, use_tqdm=False)
     flat = found.prompt_logprobs
     rows = []
     for start, end in list(zip(flat.start_indices, flat.end_indices))[1:]:
