@@ -227,10 +227,13 @@ def test_w8a8(flavor, tiny, tmp_path):
     assert [node.op_type for node in graph.node].count("MatMulInteger") == 8  # qkv, o, gate and up, down of 2 layers
 
 
-def test_what_becomes_plain_is_said(tiny, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_becomes_plain_is_said(dtype, tiny, tmp_path):
     optimize(tiny, tmp_path / "packed", method="rtn", bits=4, group_size=8)
-    record, context = export(tmp_path / "packed", tmp_path / "out")
+    record, context = export(tmp_path / "packed", tmp_path / "out", dtype=dtype)
     assert record["linears"] == {"float": 15}
+    assert record["parity"]["mean_kl"] < 1e-5
+    assert not any("rounded" in note["message"] for note in context.notes), "they are bfloat16's already"
     assert any("14 packed layers are written as plain weights" in note["message"] for note in context.notes)
     optimize(tiny, tmp_path / "fp8", method="fp8")
     _, context = export(tmp_path / "fp8", tmp_path / "out8")

@@ -51,12 +51,6 @@ class OnnxExporter(Exporter):
         external = self.config.external_data
         written = write_model(module, directory, choices, external)
         nodes = simplify(directory, external, choices.dtype == "bfloat16") if self.config.simplify else None
-        if written.dequantized:
-            context.note(
-                "fallback",
-                f"{len(written.dequantized)} packed layers are written as plain weights with the same values, first "
-                f"{written.dequantized[0]}: their groups are no blocks of MatMulNBits",
-            )
         unpack(module)
         if written.counts.get("MatMulNBits") and not choices.accuracy_level:
             context.note("note", "packed weights are multiplied in float32; activations=int8 is faster, and less exact")

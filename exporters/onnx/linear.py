@@ -53,8 +53,6 @@ class Linears:
         self.graph, self.choices = graph, choices
         self.counts = {"float": 0, "MatMulNBits": 0, "int8": 0}
         """Layers by how they compute."""
-        self.dequantized: list[str] = []
-        """Packed layers whose groups MatMulNBits does not take, so that they became plain ones."""
 
     @property
     def numpy_dtype(self) -> str:
@@ -94,16 +92,14 @@ class Linears:
             zeros = None if state.zeros is None else state.zeros[rows]
             state = replace(state, codes=state.codes[rows], scales=state.scales[rows], zeros=zeros)
             blocks = to_blocks(state)
-            if blocks is not None:
-                self.counts["MatMulNBits"] += 1
-                return blocks
-            self.dequantized.append(part.name)
+            assert blocks is not None, part.name  # `prepare` has made the others plain
+            self.counts["MatMulNBits"] += 1
+            return blocks
         elif isinstance(module, Int8Linear):
             self.counts["int8"] += 1
             return IntegerWeight(module.weight[rows], module.weight_scale[rows].float().view(-1))
         self.counts["float"] += 1
-        weight = module.dequantize() if isinstance(module, PACKED_INTEGERS) else module.weight
-        return FloatWeight(weight.detach()[rows])
+        return FloatWeight(module.weight.detach()[rows])
 
     def _product(
         self,

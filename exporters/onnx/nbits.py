@@ -61,23 +61,36 @@ def block_size(group_size: int, columns: int) -> int | None:
     return 32 if group_size == columns else None
 
 
+def columns_of_groups(state: QuantState) -> int | None:
+    """Columns of each group; None where a group index gives groups of unequal size."""
+    import torch
+
+    if state.g_idx is None:
+        return state.group_size
+    counts = torch.bincount(state.g_idx.long(), minlength=state.scales.shape[1])
+    return state.codes.shape[1] // len(counts) if bool((counts == counts[0]).all()) else None
+
+
+def fits_blocks(state: QuantState) -> bool:
+    """Whether `to_blocks` can write it."""
+    size = columns_of_groups(state)
+    return size is not None and block_size(size, state.codes.shape[1]) is not None
+
+
 def to_blocks(state: QuantState) -> BlockWeight | None:
     """The weight of a packed layer for MatMulNBits; None where its groups cannot be written as blocks: they are no
     multiple of 16 columns, or have unequal numbers of columns by a group index."""
     import torch
 
-    rows, columns = state.codes.shape
-    codes, order, size = state.codes, None, state.group_size
-    if state.g_idx is not None:
-        groups = state.g_idx.long()
-        counts = torch.bincount(groups, minlength=state.scales.shape[1])
-        if not bool((counts == counts[0]).all()):
-            return None
-        order, size = torch.argsort(groups, stable=True), columns // len(counts)
-        codes = codes[:, order]
-    block = block_size(size, columns)
-    if block is None:
+    columns, codes, order = state.codes.shape[1], state.codes, None
+    size = columns_of_groups(state)
+    block = None if size is None else block_size(size, columns)
+    if size is None or block is None:
         return None
+    rows = len(codes)
+    if state.g_idx is not None:
+        order = torch.argsort(state.g_idx.long(), stable=True)
+        codes = codes[:, order]
     bits = 4 if state.bits <= 4 else 8
     blocks = -(-columns // block)
     repeat = max(1, size // block) if size != columns else blocks

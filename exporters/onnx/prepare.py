@@ -12,6 +12,7 @@ from ...optimizer.errors import UsageError
 from ...runtime.kernels.formats import PACKED_INTEGERS, QUANTIZED
 from ...runtime.kernels.packed import PackedLinear, QuantScheme
 from ...runtime.kernels.scaled import Int8Linear
+from .nbits import fits_blocks
 from .settings import Choices
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def prepare(model: nn.Module, choices: Choices, context: Context) -> None:
     `(code - zero) * scale` in float32, as MatMulNBits computes them, without torch's rounding to the scales' dtype.
     """
     unpack_others(model, context)
+    unpack_unfit(model, context)
     turn_conv1d(model)
     model.float()
     cast("PreTrainedModel", model).set_attn_implementation("eager")
@@ -54,6 +56,22 @@ def unpack_others(model: nn.Module, context: Context) -> None:
             "fallback",
             f"{count} layers of the format {format_} are written as plain weights with the same values, inputs as they "
             "are: ONNX has no operator for it",
+        )
+
+
+def unpack_unfit(model: nn.Module, context: Context) -> None:
+    """Replace packed layers by plain ones with their values, as the model computes with them, where their groups are no
+    blocks of MatMulNBits."""
+    found = []
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PACKED_INTEGERS) and not fits_blocks(module.quant_state()):
+            _make_plain(model, name, module)
+            found.append(name)
+    if found:
+        context.note(
+            "fallback",
+            f"{len(found)} packed layers are written as plain weights with the same values, first {found[0]}: their "
+            "groups are no blocks of MatMulNBits",
         )
 
 

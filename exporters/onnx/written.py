@@ -31,7 +31,6 @@ class Written:
     vocab: int
     context: int
     counts: dict[str, int]
-    dequantized: list[str]
 
     @property
     def format(self) -> str:
@@ -63,7 +62,7 @@ def write_model(module: PreTrainedModel, folder: Path, choices: Choices, externa
 
 def _written(linears: Linears, shape: AttentionShape, vocab: int, context: int) -> Written:
     counts = {name: count for name, count in linears.counts.items() if count}
-    return Written(shape, vocab, context, counts, linears.dequantized)
+    return Written(shape, vocab, context, counts)
 
 
 def _metadata(choices: Choices, shape: AttentionShape, context: int) -> dict[str, str]:
