@@ -40,7 +40,7 @@ class Codes:
     bits: int
     symmetric: bool
     scattered: bool = False
-    """Columns of a group lie apart (activation order without static groups)."""
+    """Groups are no equal runs of columns: activation order without static groups, or a last group that is shorter."""
 
     @property
     def group_size(self) -> int:
@@ -61,7 +61,8 @@ class Codes:
 def choose(weight: Codes) -> tuple[str, str]:
     """The type that holds the weight value for value, and ""; or "" and why there is none."""
     if weight.scattered:
-        return "", "its columns' groups lie apart (activation order without static groups)"
+        why = "activation order without static groups, or a short last one"
+        return "", f"its groups are no equal runs of columns ({why})"
     if weight.group_size % BLOCK:
         return "", f"its group size {weight.group_size} is no multiple of {BLOCK}"
     if weight.symmetric and weight.bits <= 5:
