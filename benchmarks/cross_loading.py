@@ -7,12 +7,13 @@ model: SmolLM2-135M in bf16 or another small model. peers: a folder with a venv 
 their names say otherwise, with the head as it is; calibration is 32 sequences of 128 tokens. Each is read by llmopt
 (the reference of its row, in the same dtype) and by others: greedy tokens of 8 prompts, and a window of text scored.
 Nothing is timed. Checkpoints that are in `--work` already are taken as they are. The tables are printed and can be had
-again from the JSON by `--report`. Layers that quantize their inputs have our torch layers as the reference; for these a
-second table says how far any two readers are from each other.
+again from the JSON by `--report`. Layers that quantize their inputs have our torch layers as the reference, those of
+compressed-tensors with its emulation's arithmetic; for these a second table says how far any two readers are from each
+other.
 
 A reader whose arithmetic is ours should give every token; elsewhere bfloat16 kernels round otherwise and texts part at
-a near-tie. How far readers are from each other is said by the mean KL over the window
-and by the mean difference of the log-probability of the window's own tokens.
+a near-tie. How far readers are from each other is said by the mean KL over the window and by the mean difference of the
+log-probability of the window's own tokens.
 """
 
 from __future__ import annotations
@@ -76,14 +77,22 @@ TENSORS_READERS = (
 )  # fmt: skip
 LIBRARY_READERS = TENSORS_READERS[:4]
 """Of bitsandbytes' and torchao's layers, which transformers reads with those libraries, in this environment."""
-INPUTS_READERS = (("llmopt-static", "bfloat16"), ("llmopt-static", "float32"), *TENSORS_READERS, ("vllm", "float32"))
-"""Of layers that quantize their inputs. Our torch layers are the reference, whose arithmetic is that of transformers
-where it can be; how far the native engine is from them says what roundings before such a layer do.
+LIBRARY_INPUTS_READERS = (("llmopt-static", "bfloat16"), ("llmopt-static", "float32"), *TENSORS_READERS[:4])
+"""Of bitsandbytes' and torchao's layers that quantize their inputs. Our torch layers are the reference; how far the
+native engine is from them says what roundings before such a layer do.
+"""
+INPUTS_READERS = (
+    ("llmopt-emulated", "bfloat16"), ("llmopt-emulated", "float32"), *LIBRARY_INPUTS_READERS, ("vllm", "bfloat16"),
+    ("vllm", "float32"),
+)  # fmt: skip
+"""Of compressed-tensors' layers that quantize their inputs. The reference is our torch layers with the arithmetic of
+compressed-tensors' emulation (`emulate=True`), which transformers runs.
 """
 READERS = {
     # name → the worker's kind, and the venv it runs in ("" for this one)
     "llmopt": ("read-llmopt", ""),
     "llmopt-static": ("read-llmopt-static", ""),
+    "llmopt-emulated": ("read-llmopt-emulated", ""),
     "transformers": ("read-transformers", ""),
     "gptqmodel": ("read-gptqmodel", "gptqmodel"),
     "gptqmodel-dense": ("read-gptqmodel-dense", "gptqmodel"),
@@ -100,7 +109,7 @@ def quantizes_inputs(name: str) -> bool:
 def readers_of(name: str) -> Sequence[tuple[str, str]]:
     """Who opens a checkpoint, and in which dtype."""
     if quantizes_inputs(name):
-        return [reader for reader in INPUTS_READERS if reader[0] != "vllm" or "int8" not in name]
+        return LIBRARY_INPUTS_READERS if "int8" in name else INPUTS_READERS
     if "bnb" in name:
         return LIBRARY_READERS
     return GPTQ_READERS if "gptq" in name.lower() else TENSORS_READERS

@@ -137,6 +137,11 @@ def read_llmopt_static(job: Job) -> dict[str, Any]:
     return read_llmopt(job, engine="static")
 
 
+def read_llmopt_emulated(job: Job) -> dict[str, Any]:
+    """The same with the arithmetic of compressed-tensors' emulation, one prompt at a time."""
+    return read_llmopt(job, engine="static", emulate=True, max_batch=1)
+
+
 def read_transformers(job: Job) -> dict[str, Any]:
     os.environ.setdefault("GPTQ_TORCH_CACHE_WEIGHTS", "1")  # for optimum, which runs GPTQModel's layers
     import torch

@@ -58,6 +58,23 @@ def check_kv_cache(opened: OpenedModel) -> None:
         )
 
 
+def emulate_inputs(opened: OpenedModel) -> None:
+    """Let layers that quantize their inputs compute as compressed-tensors' emulation does in transformers. Raises
+    UsageError where the model has none."""
+    from .kernels.scaled import ScaledLinear
+
+    layers = [module for module in opened.module.modules() if isinstance(module, ScaledLinear)]
+    if not layers:
+        raise UsageError(
+            "the model has no layers with int8 or e4m3 inputs to emulate",
+            str(opened.folder),
+            "Leave `emulate` out: everything else computes as transformers does.",
+        )
+    for layer in layers:
+        layer.emulates = True
+    opened.note(f"linears: {len(layers)} layers compute as compressed-tensors' emulation does")
+
+
 def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) -> Backend:
     """StaticBatch over the model, with the RuntimeSpec's drafts unless `draft` is False."""
     from .drafting import make_drafter
@@ -66,12 +83,17 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
     from .linear_settings import linear_notes
     from .static_batch import StaticBatch
 
-    unknown = sorted(set(options) - {"max_batch"})
+    unknown = sorted(set(options) - {"max_batch", "emulate"})
     if unknown:
-        raise UsageError(f"the static engine has no option {unknown[0]!r}", what_to_do="Its one option is max_batch.")
+        hint = "Its options are max_batch and emulate."
+        raise UsageError(f"the static engine has no option {unknown[0]!r}", what_to_do=hint)
+    options = dict(options)
+    emulate = options.pop("emulate", False)
     opened.notes += linear_notes(opened.runtime.linear, None, {})
     opened.notes += kv_notes(opened.runtime.kv_cache, None, {})
     apply_fusion(opened)
+    if emulate:
+        emulate_inputs(opened)
     spec = opened.runtime.draft
     drafter = make_drafter(opened) if draft else None
     if opened.runtime.kv_cache.kind != "dynamic":

@@ -57,7 +57,9 @@ def load(
         else static with a note.
     verify: check the artifact's hashes. attention: overrides the RuntimeSpec's backend. draft: False turns the
         RuntimeSpec's speculation off, a dict takes its place (`{"kind": "ngram"}`: fields of DraftSpec).
-        engine_options: further settings of the native engine.
+        engine_options: further settings of the native engine; of the static one `max_batch`, and `emulate=True`: layers
+        with int8 or e4m3 inputs then compute as compressed-tensors' emulation does, with the bits of plain transformers
+        (slower: for comparisons).
 
     Raises UsageError for a wrong argument, RunError for a damaged model or one that asks for what is not there.
     """

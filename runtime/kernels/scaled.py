@@ -9,7 +9,8 @@ a channel, [ceil(N / B), K / B] a block of B x B), `bias`, and `input_scale` [1]
 
 An input x gets the scale max|x| / 127 (int8) or max|x| / 448 (e4m3), in float32, and is rounded to nearest even. This
 is vLLM's arithmetic; compressed-tensors' own emulation, which plain transformers runs, takes max|x| / 127.5 for int8
-and computes in the model's dtype. Products are summed exactly (int8) or in float32, then scaled in float32.
+and computes in the model's dtype. Products are summed exactly (int8) or in float32, then scaled in float32. A layer whose
+`emulates` is true computes as that emulation does, operation by operation (slower, for comparisons).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .packed import QuantScheme, QuantState, WeightHolder, fixed
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
+EMULATED_RANGE = {torch.int8: 127.5, FLOAT8: 448.0}
+"""Half the range of the codes, by which compressed-tensors divides max|x|."""
 KINDS = {"int8": torch.int8, "float8": FLOAT8}
 CPU_MULTIPLIES_BYTES = bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 """Whether this CPU sums products of bytes exactly; older instructions saturate in between."""
@@ -103,11 +106,29 @@ def quantize_tokens(
     return codes.clamp_(-largest - (dtype == torch.int8), largest).to(dtype).view(x.shape), scales
 
 
+def emulate_quantized(
+    x: torch.Tensor, dtype: torch.dtype, group_size: int = -1, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What compressed-tensors' emulation makes of the inputs `x` [..., K]: quantized and dequantized in x's own dtype.
+
+    The arguments are those of `quantize_tokens`.
+    """
+    values = x if group_size == -1 else x.unflatten(-1, (-1, group_size))
+    if scale is None:
+        scale = values.abs().amax(-1, keepdim=True) / EMULATED_RANGE[dtype]
+        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    codes = (values / scale).clamp(-LARGEST[dtype] - (dtype == torch.int8), LARGEST[dtype])
+    codes = codes.round() if dtype == torch.int8 else codes.to(dtype).to(scale.dtype)
+    return (codes * scale).to(x.dtype).view(x.shape)
+
+
 class ScaledLinear(WeightHolder):
     """What the two layers share. Make one with `from_linear`, or with `empty` to load a state dict into."""
 
     activation: str
     """What inputs are quantized to; the native kernels run `int8` as this module does."""
+    emulates = False
+    """Whether it computes as compressed-tensors' emulation does in transformers, bit for bit."""
     scheme: ScaledScheme
     weight: nn.Parameter
     weight_scale: nn.Parameter
@@ -161,8 +182,11 @@ class ScaledLinear(WeightHolder):
         return self.weight.float() * scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        flat = input.reshape(-1, self.in_features)
         fixed = self.input_scale if self.scheme.static_input else None
+        if self.emulates:
+            values = emulate_quantized(input, self.weight.dtype, self.scheme.group_size, fixed)
+            return nn.functional.linear(values, self.dequantize().to(input.dtype), self.bias)
+        flat = input.reshape(-1, self.in_features)
         codes, scales = quantize_tokens(flat, self.weight.dtype, self.scheme.group_size, fixed)
         output = self._product(codes, scales, input.dtype)
         if self.bias is not None:
