@@ -79,5 +79,5 @@ def test_rows_of_zeros_stay_zeros(dtype: torch.dtype) -> None:
 def test_a_model_without_such_layers_says_so(source: Path) -> None:
     with pytest.raises(UsageError, match="no layers with int8 or e4m3 inputs"):
         llmopt.load(source, engine="static", emulate=True)
-    with pytest.raises(UsageError, match="no option 'emulated'.*max_batch and emulate"):
+    with pytest.raises(UsageError, match=r"no option 'emulated'.*max_batch and emulate"):
         llmopt.load(source, engine="static", emulated=True)

@@ -9,8 +9,8 @@ a channel, [ceil(N / B), K / B] a block of B x B), `bias`, and `input_scale` [1]
 
 An input x gets the scale max|x| / 127 (int8) or max|x| / 448 (e4m3), in float32, and is rounded to nearest even. This
 is vLLM's arithmetic; compressed-tensors' own emulation, which plain transformers runs, takes max|x| / 127.5 for int8
-and computes in the model's dtype. Products are summed exactly (int8) or in float32, then scaled in float32. A layer whose
-`emulates` is true computes as that emulation does, operation by operation (slower, for comparisons).
+and computes in the model's dtype. Products are summed exactly (int8) or in float32, then scaled in float32. A layer
+whose `emulates` is true computes as that emulation does, operation by operation (slower, for comparisons).
 """
 
 from __future__ import annotations
