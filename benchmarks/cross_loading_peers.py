@@ -120,13 +120,17 @@ def make_llmopt(job: Job) -> dict[str, Any]:
 def read_llmopt(job: Job, **options: Any) -> dict[str, Any]:
     import llmopt
     import torch
-    from llmopt.evaluation.logits import runner_logits, window_logits
+    from llmopt.evaluation.logits import runner_logits
 
     window = torch.tensor([job["window"]])
     with llmopt.load(job["model"], device="cpu", dtype=job["dtype"], **options) as llm:
         engine: Any = llm.runner
-        ((_, logits),) = window_logits(llm.module, window) if engine is None else runner_logits(engine, window)
-        logits = logits.clone()
+        if engine is None:  # as `torch_model` does: evaluation would take float32 products on some processors
+            with torch.inference_mode():
+                logits = llm.module(input_ids=window, use_cache=False).logits[0, :-1]
+        else:
+            ((_, logits),) = runner_logits(engine, window)
+            logits = logits.clone()
         found: Any = llm.generate(job["prompts"], max_new_tokens=job["new"], ignore_eos=True, temperature=0.0)
         runner = "static engine" if engine is None else type(engine).__name__
     return scored(job, logits, [one.token_ids for one in found], llmopt=version("llmopt"), runner=runner)
