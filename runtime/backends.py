@@ -61,6 +61,7 @@ def check_kv_cache(opened: OpenedModel) -> None:
 def emulate_inputs(opened: OpenedModel) -> None:
     """Let layers that quantize their inputs compute as compressed-tensors' emulation does in transformers. Raises
     UsageError where the model has none."""
+    from .experts import Experts
     from .kernels.scaled import ScaledLinear
 
     layers = [module for module in opened.module.modules() if isinstance(module, ScaledLinear)]
@@ -72,6 +73,11 @@ def emulate_inputs(opened: OpenedModel) -> None:
         )
     for layer in layers:
         layer.emulates = True
+    for experts in opened.module.modules():
+        if isinstance(experts, Experts):
+            for layer in experts.modules():
+                if isinstance(layer, ScaledLinear):
+                    layer.inputs_kept = True
     opened.note(f"linears: {len(layers)} layers compute as compressed-tensors' emulation does")
 
 

@@ -66,6 +66,29 @@ def test_bits_and_texts_are_those_of_plain_transformers(scheme: str, dtype: str,
         assert not all(map(torch.equal, plain, mine)), "by itself it takes vLLM's arithmetic"
 
 
+def test_inputs_of_experts_stay_as_they_are(tmp_path: Path) -> None:
+    """transformers stacks the experts' weights, and does not quantize what enters them."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    from .conftest import build_tokenizer
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    build_tokenizer().save_pretrained(tmp_path / "source")
+    optimize(tmp_path / "source", tmp_path / "out", method="fp8")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="eager").eval()
+    windows = torch.randint(3, 400, (2, 40), generator=torch.Generator().manual_seed(1))
+    with llmopt.load(tmp_path / "out", engine="static", device="cpu", emulate=True) as llm:
+        assert sum(isinstance(module, ScaledLinear) and module.inputs_kept for module in llm.module.modules()) == 24
+        mine = [logits.clone() for _, logits in window_logits(llm.module, windows)]
+    for found, (_, wanted) in zip(mine, window_logits(theirs, windows), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, FLOAT8])
 def test_rows_of_zeros_stay_zeros(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 3, 64, dtype=torch.bfloat16)

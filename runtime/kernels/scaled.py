@@ -129,6 +129,8 @@ class ScaledLinear(WeightHolder):
     """What inputs are quantized to; the native kernels run `int8` as this module does."""
     emulates = False
     """Whether it computes as compressed-tensors' emulation does in transformers, bit for bit."""
+    inputs_kept = False
+    """Whether inputs are not quantized then: transformers stacks experts, and computes with their weights alone."""
     scheme: ScaledScheme
     weight: nn.Parameter
     weight_scale: nn.Parameter
@@ -184,7 +186,9 @@ class ScaledLinear(WeightHolder):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         fixed = self.input_scale if self.scheme.static_input else None
         if self.emulates:
-            values = emulate_quantized(input, self.weight.dtype, self.scheme.group_size, fixed)
+            values = input
+            if not self.inputs_kept:
+                values = emulate_quantized(input, self.weight.dtype, self.scheme.group_size, fixed)
             return nn.functional.linear(values, self.dequantize().to(input.dtype), self.bias)
         flat = input.reshape(-1, self.in_features)
         codes, scales = quantize_tokens(flat, self.weight.dtype, self.scheme.group_size, fixed)
