@@ -75,9 +75,9 @@ def emulate_inputs(opened: OpenedModel) -> None:
         layer.emulates = True
     for experts in opened.module.modules():
         if isinstance(experts, Experts):
-            for layer in experts.modules():
-                if isinstance(layer, ScaledLinear):
-                    layer.inputs_kept = True
+            for expert_layer in experts.modules():
+                if isinstance(expert_layer, ScaledLinear):
+                    expert_layer.inputs_kept = True
     opened.note(f"linears: {len(layers)} layers compute as compressed-tensors' emulation does")
 
 
