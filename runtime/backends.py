@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .open import OpenedModel
 
 ENGINES = ("auto", "static", "native")
+STATIC_OPTIONS = ("max_batch", "emulate")
 
 
 def make_backend(opened: OpenedModel, engine: str, draft: bool, release: bool, options: dict[str, Any]) -> Backend:
@@ -35,7 +36,7 @@ def make_backend(opened: OpenedModel, engine: str, draft: bool, release: bool, o
                 raise
             reason = str(error)
     opened.note(f"engine: static, not native: {reason}", "fallback")
-    return static_backend(opened, draft, {k: v for k, v in options.items() if k == "max_batch"})
+    return static_backend(opened, draft, {k: v for k, v in options.items() if k in STATIC_OPTIONS})
 
 
 def why_not_native(opened: OpenedModel) -> str | None:
@@ -64,20 +65,22 @@ def emulate_inputs(opened: OpenedModel) -> None:
     from .experts import Experts
     from .kernels.scaled import ScaledLinear
 
-    layers = [module for module in opened.module.modules() if isinstance(module, ScaledLinear)]
+    def layers_of(module: Any) -> list[ScaledLinear]:
+        return [layer for layer in module.modules() if isinstance(layer, ScaledLinear)]
+
+    layers = layers_of(opened.module)
     if not layers:
         raise UsageError(
             "the model has no layers with int8 or e4m3 inputs to emulate",
             str(opened.folder),
-            "Leave `emulate` out: everything else computes as transformers does.",
+            "Leave `emulate` out: it is for compressed-tensors' W8A8 formats.",
         )
     for layer in layers:
         layer.emulates = True
     for experts in opened.module.modules():
         if isinstance(experts, Experts):
-            for expert_layer in experts.modules():
-                if isinstance(expert_layer, ScaledLinear):
-                    expert_layer.inputs_kept = True
+            for layer in layers_of(experts):
+                layer.inputs_kept = True
     opened.note(f"linears: {len(layers)} layers compute as compressed-tensors' emulation does")
 
 
@@ -89,9 +92,9 @@ def static_backend(opened: OpenedModel, draft: bool, options: dict[str, Any]) ->
     from .linear_settings import linear_notes
     from .static_batch import StaticBatch
 
-    unknown = sorted(set(options) - {"max_batch", "emulate"})
+    unknown = sorted(set(options) - set(STATIC_OPTIONS))
     if unknown:
-        hint = "Its options are max_batch and emulate."
+        hint = f"Its options are {' and '.join(STATIC_OPTIONS)}."
         raise UsageError(f"the static engine has no option {unknown[0]!r}", what_to_do=hint)
     options = dict(options)
     emulate = options.pop("emulate", False)

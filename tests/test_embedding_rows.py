@@ -46,6 +46,14 @@ def lazy(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, *
     return LoadedModel(opened[0], None, None, weights=opened[1])  # type: ignore[arg-type]
 
 
+def spoil(folder: Path, name: str, place: tuple[int, int], value: float) -> None:
+    """Give one weight of the folder that value."""
+    path = folder / "model.safetensors"
+    tensors = {each: read_stored(where) for each, where in locate([path]).items()}
+    tensors[name][place] = value
+    write_tensors(path, {each: Spec.of(t) for each, t in tensors.items()}, tensors.__getitem__)
+
+
 def around(model: LoadedModel, head: bool) -> list[str]:
     own = model.module.get_output_embeddings()
     names = outside_blocks(model.module, find_blocks(model.module)[0])
@@ -107,10 +115,7 @@ def test_a_model_that_reads_its_table_by_itself_is_found_out(tmp_path: Path) -> 
 
 def test_an_embedding_that_is_not_finite_is_named_as_ever(tmp_path: Path) -> None:
     model = lazy(tmp_path, "llama")
-    path = tmp_path / "model.safetensors"
-    tensors = {name: read_stored(place) for name, place in locate([path]).items()}
-    tensors["model.embed_tokens.weight"][200, 3] = float("nan")
-    write_tensors(path, {name: Spec.of(t) for name, t in tensors.items()}, tensors.__getitem__)
+    spoil(tmp_path, "model.embed_tokens.weight", (200, 3), float("nan"))
     with (
         pytest.raises(RunError, match=r"model.embed_tokens.weight has 1 values that are NaN"),
         loaded_around(model, *around(model, head=False)),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from llmopt.evaluation.logits import window_logits
 from llmopt.optimizer.errors import UsageError
+from llmopt.runtime import backends
 from llmopt.runtime.kernels.scaled import FLOAT8, ScaledLinear, emulate_quantized
 
 from .library_models import GREEDY, optimize
@@ -97,6 +98,19 @@ def test_rows_of_zeros_stay_zeros(dtype: torch.dtype) -> None:
         found = emulate_quantized(x, dtype, group_size)
         assert found.dtype == x.dtype and not found[1].any() and not found[0, [0, 2]].any()
         assert float((found[0, 1] - x[0, 1]).abs().max()) < (0.02 if dtype == torch.int8 else 0.13)
+
+
+def test_a_fallback_to_the_static_engine_emulates_too(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`engine="auto"` must not drop what was asked for; the native engine, which has no such arithmetic, refuses it."""
+    optimize(source, tmp_path / "out", method="fp8")
+    with pytest.raises(UsageError, match="emulate"):
+        llmopt.load(tmp_path / "out", engine="native", device="cpu", emulate=True)
+    monkeypatch.setattr(backends, "why_not_native", lambda opened: "of this test")
+    with llmopt.load(tmp_path / "out", device="cpu", emulate=True) as llm:
+        assert llm.backend == "static"
+        assert all(module.emulates for module in llm.module.modules() if isinstance(module, ScaledLinear))
 
 
 def test_a_model_without_such_layers_says_so(source: Path) -> None:

@@ -13,9 +13,8 @@ from llmopt.optimizer.errors import RunError
 from llmopt.optimizer.model import LoadedModel
 from llmopt.runtime import tensor_files
 from llmopt.runtime.head_parts import head_by_parts
-from llmopt.runtime.tensor_files import Spec, locate, read_stored, write_tensors
 
-from .test_embedding_rows import IDS, VOCAB, lazy
+from .test_embedding_rows import IDS, VOCAB, lazy, spoil
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +77,7 @@ def test_small_heads_and_those_in_memory_are_filled(tmp_path: Path, monkeypatch:
 
 def test_a_head_that_is_not_finite_is_named(tmp_path: Path) -> None:
     model = lazy(tmp_path, "llama")
-    path = tmp_path / "model.safetensors"
-    tensors = {name: read_stored(place) for name, place in locate([path]).items()}
-    tensors["lm_head.weight"][299, 3] = float("inf")
-    write_tensors(path, {name: Spec.of(t) for name, t in tensors.items()}, tensors.__getitem__)
+    spoil(tmp_path, "lm_head.weight", (299, 3), float("inf"))
     with pytest.raises(RunError, match=r"lm_head.weight"):
         list(streamed_logits(model, IDS))
     assert all(parameter.is_meta for parameter in model.module.parameters())
